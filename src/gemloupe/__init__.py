@@ -1,0 +1,55 @@
+"""Gemloupe: read and edit anything inside a Gemma 4 model by one stable name.
+
+    from gemloupe import StandardizedTransformer
+
+Importing the package imports neither torch nor nnsight; the names below do so on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .plan import ModelPlan as ModelPlan
+    from .plan import plan as plan
+    from .references import Reference as Reference
+    from .standardized import StandardizedTransformer as StandardizedTransformer
+
+__version__ = "0.1.0"
+
+# Where each public name lives.
+_HOME = {
+    "ModelPlan": ".plan",
+    "Reference": ".references",
+    "StandardizedTransformer": ".standardized",
+    "errors": ".errors",
+    "families": ".families",
+    "plan": ".plan",
+    "testing": ".testing",
+}
+
+__all__ = [
+    "ModelPlan",
+    "Reference",
+    "StandardizedTransformer",
+    "__version__",
+    "errors",
+    "families",
+    "plan",
+    "testing",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'gemloupe' has no attribute {name!r}")
+    module = import_module(home, __name__)
+    value = module if name in ("errors", "families", "testing") else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,190 @@
+"""What every host of standard values shares: its place in the tree, its plan, and its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from nnsight.intervention.envoy import Envoy
+from nnsight.intervention.source import SourceNotAvailable
+
+from ..errors import NoSuchBlock, Unavailable, UnknownName, UnsupportedRelease
+from ..served import Served, served_values
+
+if TYPE_CHECKING:
+    from ..plan import BlockPlan, ModelPlan
+
+__all__ = ["Blocks", "Operation", "PartOfBlock", "StandardEnvoy"]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation inside a module's `forward`, named by the line of source that performs it.
+
+    nnsight numbers the operations of a forward from its source text (`hidden_states_2`), and the
+    numbers move when transformers adds a line. The line itself is steadier: the operation is the
+    `nth` one called `name` on a line that contains `line`.
+    """
+
+    name: str
+    line: str
+    nth: int = 0
+
+    def label(self, compiled: Any) -> str | None:
+        """nnsight's label for it in a compiled forward, or `None` where the line is not there."""
+        text = compiled.source.split("\n")
+        labels = [
+            label
+            for label in compiled.names
+            if label.rpartition("_")[0] == self.name and self.line in text[compiled.lines[label] - 1]
+        ]
+        return labels[self.nth] if len(labels) > self.nth else None
+
+
+class StandardEnvoy(Envoy):
+    """An envoy that serves standard values."""
+
+    OPERATIONS: ClassVar[dict[str, Operation]] = {}
+    """The operations that values of this class are served from, by a name of ours."""
+
+    PARTS: ClassVar[dict[str, Callable[[Any], str | None]]] = {}
+    """Modules reached through this envoy that not every load has, and why this one lacks them."""
+
+    # -- place -----------------------------------------------------------------------------------
+
+    @property
+    def standard_path(self) -> str:
+        """Where this envoy is, as a user writes it after `model.`: `layers[3].mlp`."""
+        return self.path.partition(".")[2]
+
+    @property
+    def model_plan(self) -> ModelPlan:
+        """What the config says of the whole model."""
+        return self.root.plan  # type: ignore[union-attr]  # the root is a StandardizedTransformer
+
+    def relative(self, of: str) -> StandardEnvoy:
+        """The envoy a value's location counts from: `self`, `block`, or `root`."""
+        if of == "self":
+            return self
+        return getattr(self, of)
+
+    # -- locations -------------------------------------------------------------------------------
+
+    def location(self, at: str) -> str:
+        """The name by which nnsight serves `at`, relative to this envoy.
+
+        `norm.output` is a module's; `source.NAME.output` is an operation's, NAME one of `OPERATIONS`.
+        """
+        head, _, rest = at.partition(".")
+        child = self.__dict__.get(head)
+        if isinstance(child, StandardEnvoy):
+            return child.location(rest)
+        if isinstance(child, Envoy):
+            return f"{child.path}.{rest}"
+        if head != "source":
+            return f"{self.path}.{at}"
+        name, _, end = rest.partition(".")
+        return f"{self.path}.source.{self.labels[name]}.{end}"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """nnsight's label for each of `OPERATIONS`. Instruments the module's forward on first use."""
+        state = self.__dict__.get("_labels")
+        if state is None or state[0] is not self._module:
+            state = (self._module, self._find_operations())
+            self.__dict__["_labels"] = state
+        return state[1]
+
+    def _find_operations(self) -> dict[str, str]:
+        kind = type(self._module).__name__
+        try:
+            compiled = self.source.compiled
+        except SourceNotAvailable as error:
+            raise UnsupportedRelease(f"{kind}.forward cannot be instrumented: {error}") from error
+        found = {name: operation.label(compiled) for name, operation in self.OPERATIONS.items()}
+        for name, label in found.items():
+            if label is None:
+                import transformers
+
+                raise UnsupportedRelease(
+                    f"transformers {transformers.__version__} spells {kind}.forward in a way this release of "
+                    f"gemloupe does not know: no line has {self.OPERATIONS[name].line!r}. "
+                    f"Install a transformers release between 5.20 and 5.24."
+                )
+        return found  # type: ignore[return-value]  # every label was found
+
+    # -- names -----------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        value = served_values(type(self)).get(name)
+        if value is not None:
+            # The descriptor raised: an `Unavailable`, which Python took for "no such attribute".
+            reason = value.why_not(self)
+            raise Unavailable(f"{value.path_on(self)}: {reason}")
+        missing = type(self).PARTS.get(name)
+        reason = None if missing is None else missing(self)
+        if reason is not None:
+            raise Unavailable(f"{self._under(name)}: {reason}")
+        if missing is not None and (part := self._part(name)) is not None:
+            return part
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_"):
+                raise
+            raise UnknownName(lambda: self._unknown(name)) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor) and not hasattr(type(self), name) and not name.startswith("_"):
+            # A tensor under a name that is no value would be kept on the envoy and reach nothing.
+            raise UnknownName(self._unknown(name))
+        super().__setattr__(name, value)
+
+    def _part(self, name: str) -> Any:
+        """The module `name` of `PARTS` where it hangs elsewhere in the tree."""
+        return None
+
+    def _under(self, name: str) -> str:
+        return f"{self.standard_path}.{name}" if self.standard_path else name
+
+    def _unknown(self, name: str) -> str:
+        place = self.standard_path or "the model"
+        near = get_close_matches(name, self._known_names(), n=1, cutoff=0.5)
+        hint = f" Did you mean `{near[0]}`?" if near else ""
+        return f"{place} has no `{name}`.{hint}"
+
+    def _known_names(self) -> list[str]:
+        own = [name for name in dir(type(self)) if not name.startswith("_")]
+        return [*own, *self._child_map, *self._aliases]
+
+
+class PartOfBlock(StandardEnvoy):
+    """A block of the text stack, or a module inside one: it knows the block and its plan."""
+
+    @property
+    def block(self) -> Any:
+        """The block this envoy belongs to."""
+        return self.parent
+
+    @property
+    def block_plan(self) -> BlockPlan:
+        """What the config says of the block."""
+        return self.model_plan.blocks[self.block.index]
+
+    @property
+    def standard_path(self) -> str:
+        return f"{self.block.standard_path}.{self.path.rpartition('.')[2]}"
+
+
+class Blocks(Envoy):
+    """The blocks of a stack: indexed, sliced and iterated like a list."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) and not -len(self) <= key < len(self):
+            raise NoSuchBlock(
+                f"layers[{key}] does not exist: the stack has {len(self)} blocks, 0 to {len(self) - 1}."
+            )
+        return super().__getitem__(key)

@@ -1,0 +1,79 @@
+"""What the config says of a block, as plain attributes of its envoys. No tensor is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from ..plan import BlockPlan
+
+__all__ = ["BlockFacts"]
+
+
+class BlockFacts:
+    """The facts of `plan.BlockPlan`, under the same names on a block, its attention and its MLP."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def block_plan(self) -> BlockPlan: ...
+
+    @property
+    def kind(self) -> Literal["sliding", "full"]:
+        """`"sliding"` (a window) or `"full"` (the whole sequence)."""
+        return self.block_plan.kind
+
+    @property
+    def window(self) -> int | None:
+        """How many positions back a query sees, itself included; `None` on a full block."""
+        return self.block_plan.window
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one head. Sliding and full blocks differ."""
+        return self.block_plan.head_dim
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.block_plan.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads, each serving `num_heads // num_kv_heads` query heads."""
+        return self.block_plan.num_kv_heads
+
+    @property
+    def intermediate_size(self) -> int:
+        """The width of the dense MLP; doubled on E2B's borrowing blocks."""
+        return self.block_plan.intermediate_size
+
+    @property
+    def kv_source(self) -> int:
+        """The block whose keys and values this one attends with: itself unless it borrows."""
+        return self.block_plan.kv_source
+
+    @property
+    def kv_borrowers(self) -> tuple[int, ...]:
+        """The blocks that borrow this one's keys and values."""
+        return self.block_plan.kv_borrowers
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the block runs a mixture of experts beside its dense MLP."""
+        return self.block_plan.has_experts
+
+    @property
+    def num_experts(self) -> int | None:
+        """Experts of the mixture, `None` on a dense block."""
+        return self.block_plan.num_experts
+
+    @property
+    def top_k(self) -> int | None:
+        """Experts each token is routed to, `None` on a dense block."""
+        return self.block_plan.top_k
+
+    @property
+    def has_per_layer_input(self) -> bool:
+        """Whether the block has a per-layer branch."""
+        return self.block_plan.has_per_layer_input

@@ -1,0 +1,36 @@
+"""Gemma 4 unified, text: 12B (`model_type` `gemma4_unified_text`), bare or inside the wrapper.
+
+The same block as `gemma4_text` without per-layer embeddings and without a mixture; the wrapper has no
+tower, an embedder projects raw patches and raw audio frames.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from transformers.models.gemma4_unified import modeling_gemma4_unified as native
+
+from ..envoys.attention import Attention
+from ..envoys.base import Blocks
+from ..envoys.layer import Layer
+from ..envoys.mlp import Mlp
+from ..envoys.stack import Stack
+
+RENAME: Final[dict[str, str]] = {
+    "model.embed_tokens": "embed_tokens",
+    "model.layers": "layers",
+    "model.norm": "norm",
+    "model.language_model.embed_tokens": "embed_tokens",
+    "model.language_model.layers": "layers",
+    "model.language_model.norm": "norm",
+    "model.embed_vision": "projector",
+    "model.embed_audio": "audio_projector",
+}
+
+ENVOYS: Final[dict[Any, Any]] = {
+    native.Gemma4UnifiedTextModel: Stack,
+    native.Gemma4UnifiedTextDecoderLayer: Layer,
+    native.Gemma4UnifiedTextAttention: Attention,
+    native.Gemma4UnifiedTextMLP: Mlp,
+    "layers": Blocks,
+}

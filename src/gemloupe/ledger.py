@@ -1,0 +1,167 @@
+"""What the workers of one run have been served, so that order and late edits can be checked.
+
+nnsight runs each block of intervention code as a worker beside the forward. It serves a value when
+the forward reaches it and forgets it; a read of what has passed waits for ever, and an edit in place
+of a tensor that the forward has already used changes nothing. The ledger remembers enough to say so:
+the last value each worker was served, the step its loop stands at, and the version counter of every
+tensor handed out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from greenlet import getcurrent
+from nnsight.intervention.interleaver import Interleaver, Mediator
+
+from .errors import LateEdit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Ledger", "StandardInterleaver", "running"]
+
+
+def running(interleaver: Any) -> Mediator | None:
+    """The worker of `interleaver`'s run that is executing now, or `None` outside one."""
+    reference = getattr(getcurrent(), "mediator", None)
+    mediator = None if reference is None else reference()
+    return mediator if mediator is not None and mediator.interleaver is interleaver else None
+
+
+def version(tensor: torch.Tensor) -> int | None:
+    """How often the tensor's memory was edited in place; `None` where torch does not count."""
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors keep no version counter
+        return None
+
+
+def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two tensors are views of one storage, which is what shares a version counter."""
+    try:
+        return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # fake and meta tensors hold no storage
+        return False
+
+
+@dataclass
+class Watched:
+    """A tensor that was handed out, and the version it had when its moment ended."""
+
+    tensor: weakref.ref
+    version: int
+    name: str
+
+
+@dataclass
+class WorkerState:
+    """What one worker has been served so far."""
+
+    last: str | None = None
+    step: int | None = None
+    captured: dict[tuple[str, int], Any] = field(default_factory=dict)
+    moment: tuple[str, str, int] | None = None
+    raw: Any = None
+
+    def anchor(self, location: str) -> Any:
+        """What the anchor of the present moment held, or `None` where it had passed."""
+        return None if self.moment is None else self.captured.get((location, self.moment[2]))
+
+
+class Ledger:
+    """The bookkeeping of one run, shared by all its workers."""
+
+    def __init__(self) -> None:
+        self._states: dict[Mediator, WorkerState] = {}
+        self._watched: list[Watched] = []
+
+    def of(self, mediator: Mediator) -> WorkerState:
+        """The state of one worker, made on first use."""
+        state = self._states.get(mediator)
+        if state is None:
+            state = self._states[mediator] = WorkerState()
+        return state
+
+    def watch(self, tensor: Any, name: str) -> None:
+        """Remember a tensor that was handed out under `name`."""
+        if not isinstance(tensor, torch.Tensor):
+            return
+        now = version(tensor)
+        if now is not None:
+            self._watched.append(Watched(weakref.ref(tensor), now, name))
+
+    def settle(self, tensor: Any) -> bool:
+        """End the moment of `tensor`: accept what was done to it in place, and say whether anything was.
+
+        Every other tensor that changed since its own moment ended was edited too late.
+        """
+        edited = False
+        if isinstance(tensor, torch.Tensor):
+            for entry in self._alive():
+                if entry[0] is tensor and entry[1].version != version(tensor):
+                    edited = True
+            if edited:
+                for other, watched in self._alive():
+                    if same_memory(other, tensor):
+                        watched.version = version(other) or 0
+        self.check()
+        return edited
+
+    def check(self) -> None:
+        """Raise `LateEdit` for the first tensor that was edited after its moment."""
+        for tensor, watched in self._alive():
+            if version(tensor) != watched.version:
+                self._watched = [entry for entry in self._watched if entry is not watched]
+                raise LateEdit(
+                    f"{watched.name} was edited in place after the forward had moved on, so the edit "
+                    f"cannot reach the model.\nEdit it right after reading it, before anything else is "
+                    f"read; to compute with it instead, work on a copy: `x = ....clone()`."
+                )
+
+    def _alive(self) -> Iterator[tuple[torch.Tensor, Watched]]:
+        alive = [(entry.tensor(), entry) for entry in self._watched]
+        if any(tensor is None for tensor, _ in alive):
+            self._watched = [entry for tensor, entry in alive if tensor is not None]
+        return ((tensor, entry) for tensor, entry in alive if tensor is not None)
+
+
+class StandardInterleaver(Interleaver):
+    """nnsight's interleaver, with a fresh ledger for every run."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.ledger = Ledger()
+        self.encoding: dict[str, Any] = {}
+        """What the run's call is given: the tokens and mask that are really fed."""
+        self.generating = False
+        """Whether the run is a `generate`, whose text grows."""
+
+    def __enter__(self) -> StandardInterleaver:
+        self.ledger = Ledger()
+        super().__enter__()
+        return self
+
+    def __exit__(self, exc_type: Any, exc_value: Any, traceback: Any) -> bool:
+        stopped = super().__exit__(exc_type, exc_value, traceback)
+        if stopped:
+            # An early stop ends the moment of what was read last; nothing waits for it any more.
+            for mediator in self.mediators:
+                if mediator.transform is not None:
+                    self.ledger.settle(mediator.transform.view)
+            self.ledger.check()
+        return stopped
+
+    def check_dangling_mediators(self) -> None:
+        super().check_dangling_mediators()
+        self.ledger.check()
+
+    def cancel(self) -> None:
+        super().cancel()
+        # The states hold workers, whose scopes hold the model and the tensors of the run.
+        self.ledger = Ledger()
+        self.encoding = {}
+        self.generating = False

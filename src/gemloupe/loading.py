@@ -1,0 +1,71 @@
+"""Reading a target's config, and refusing what cannot be loaded before any weight is read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import LoadError, UnsupportedModel
+
+__all__ = ["check_weights", "read_config", "text_config"]
+
+_WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
+
+
+def read_config(
+    target: Any, *, revision: str | None = None, trust_remote_code: bool = False, **_: Any
+) -> Any:
+    """The transformers config of a repo id, a directory, or a loaded module.
+
+    Raises: LoadError, where there is none to read; UnsupportedModel, for a type transformers does not
+    know or a module without a config.
+    """
+    if isinstance(target, torch.nn.Module):
+        config = getattr(target, "config", None)
+        if config is None or not hasattr(config, "get_text_config"):
+            raise UnsupportedModel(
+                f"{type(target).__name__} has no transformers config; pass a repo id, a directory written by "
+                f"save_pretrained, or a module loaded by transformers."
+            )
+        return config
+    if not isinstance(target, (str, Path)):
+        raise LoadError(f"a model is a repo id, a directory or a module, not {type(target).__name__}.")
+    from transformers import AutoConfig
+
+    place = Path(target)
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise LoadError(f"{place} has no config.json; a model directory is what `save_pretrained` writes.")
+    try:
+        return AutoConfig.from_pretrained(str(target), revision=revision, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise UnsupportedModel(f"transformers does not know the model type of {target}: {error}") from error
+    except OSError as error:
+        kind = (
+            "directory"
+            if place.is_absolute() or str(target).startswith(".")
+            else "directory or reachable repo id"
+        )
+        first = str(error).strip().split("\n")[0]
+        raise LoadError(f"{target} is no {kind} with a config: {first}") from error
+
+
+def text_config(config: Any) -> Any:
+    """The config of the text stack: the config itself, or a wrapper's `text_config`."""
+    return config.get_text_config()
+
+
+def check_weights(target: Any) -> None:
+    """Refuse a local directory that holds a config and no weights.
+
+    Raises: LoadError.
+    """
+    if isinstance(target, torch.nn.Module):
+        return
+    place = Path(target)
+    if place.is_dir() and not any(any(place.glob(pattern)) for pattern in _WEIGHT_FILES):
+        raise LoadError(
+            f"{place} has a config but no weights (*.safetensors); copy them beside config.json, or see "
+            f"`python -m gemloupe inspect {place}`, which needs the config alone."
+        )

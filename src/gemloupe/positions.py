@@ -1,0 +1,90 @@
+"""Which tokens an edit or a capture means.
+
+A position is a token's place in its own text: 0 is the first real token of each row, whatever padding
+stands before it, and -1 the last. In `generate` positions go on counting through the new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .errors import BadArgument
+
+__all__ = ["Positions", "real_tokens", "select"]
+
+Positions = int | slice | Sequence[int] | torch.Tensor | None
+
+
+def real_tokens(encoding: Any, rows: slice) -> torch.Tensor | None:
+    """Which columns of a prompt hold real tokens, `[batch seq]`, or `None` where the call does not say."""
+    mask = encoding.get("attention_mask")
+    ids = encoding.get("input_ids", encoding.get("inputs_embeds"))
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        return mask[rows].bool()
+    if isinstance(ids, torch.Tensor) and ids.dim() >= 2:
+        return torch.ones(ids.shape[:2], dtype=torch.bool)[rows]
+    return None
+
+
+def check(positions: Positions, real: torch.Tensor | None, *, verb: str, growing: bool) -> None:
+    """Refuse a position that no row, or not every row, has.
+
+    `growing`: the text grows (`generate`), so a position past the prompt may come yet.
+    Raises: BadArgument.
+    """
+    if isinstance(positions, torch.Tensor):
+        if positions.dtype == torch.bool:
+            if real is not None and not growing and positions.shape[-1] != real.shape[-1]:
+                raise BadArgument(
+                    f"{verb}: the mask of positions covers {positions.shape[-1]} columns, the batch has "
+                    f"{real.shape[-1]}."
+                )
+            return
+        positions = positions.flatten().tolist()
+    if positions is None or isinstance(positions, slice):
+        return
+    wanted = [positions] if isinstance(positions, int) else list(positions)
+    if any(isinstance(p, bool) or not isinstance(p, int) for p in wanted):
+        raise BadArgument(
+            f"{verb}: positions are whole numbers, a slice, or a boolean mask, not {positions!r}."
+        )
+    if real is None:
+        return
+    shortest = int(real.sum(-1).min())
+    for position in wanted:
+        past = position >= shortest and not growing
+        if past or position < -shortest:
+            raise BadArgument(
+                f"{verb}: position {position} is past the sequence: the shortest text has {shortest} tokens, "
+                f"0 to {shortest - 1}, or -{shortest} to -1 from its end."
+            )
+
+
+def select(positions: Positions, real: torch.Tensor, start: torch.Tensor | int = 0) -> torch.Tensor:
+    """The chosen tokens as a mask, `[batch seq]`.
+
+    `real` marks this forward's real tokens; `start` is the position of the first of them, for a
+    forward that continues a text.
+    """
+    if isinstance(positions, torch.Tensor) and positions.dtype == torch.bool:
+        return positions.to(real.device).expand_as(real) & real
+    place = real.cumsum(-1) - 1 + start
+    if positions is None:
+        return real
+    length = place.max(-1, keepdim=True).values + 1
+    if isinstance(positions, slice):
+        chosen = torch.zeros_like(real)
+        for row, size in enumerate(length.flatten().tolist()):
+            wanted = torch.tensor(range(*positions.indices(size)), dtype=place.dtype, device=place.device)
+            chosen[row] = torch.isin(place[row], wanted)
+        return chosen & real
+    if isinstance(positions, torch.Tensor):
+        positions = positions.flatten().tolist()
+    wanted = [positions] if isinstance(positions, int) else list(positions)
+    chosen = torch.zeros_like(real)
+    for position in wanted:
+        chosen |= place == (position if position >= 0 else length + position)
+    return chosen & real

@@ -1,0 +1,424 @@
+"""The descriptor that a standard value is.
+
+One `served` descriptor owns a value: its name, docstring, location in the forward, layout,
+availability, the view a reader gets, and how a write goes back. Outside a trace it gives a
+`Reference`. Inside one it is nnsight's `eproperty`: a read waits for the forward to reach the
+location, a write replaces what flows on.
+
+    @served("post_attention_layernorm.output", of="block")
+    def attention_output(self, value) -> Residual:
+        '''What the attention adds to the stream, after its post-norm, unscaled.'''
+        return value
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from nnsight.intervention.eproperty import eproperty
+from nnsight.intervention.interleaver import Mediator, OutOfOrderError
+
+from .errors import BadWrite, NeverRan, OutOfOrder, OutsideTrace, ReadOnly, Unavailable
+from .layouts import LAYOUTS, Layout
+from .ledger import running, same_memory
+from .references import Reference
+
+__all__ = ["Argument", "Field", "Item", "Keyword", "Moment", "Served", "Whole", "served", "served_values"]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The value at the location is the value served."""
+
+    def take(self, raw: Any) -> Any:
+        return raw
+
+    def put(self, raw: Any, new: Any) -> Any:
+        return new
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a call; the location serves `(args, kwargs)`."""
+
+    index: int
+    name: str = ""
+
+    def take(self, raw: Any) -> Any:
+        args, kwargs = raw
+        return args[self.index] if len(args) > self.index else kwargs[self.name]
+
+    def put(self, raw: Any, new: Any) -> Any:
+        args, kwargs = raw
+        if len(args) > self.index:
+            return (*args[: self.index], new, *args[self.index + 1 :]), kwargs
+        return args, {**kwargs, self.name: new}
+
+
+@dataclass(frozen=True)
+class Keyword:
+    """An argument that a call is given by keyword; the location serves `(args, kwargs)`."""
+
+    name: str
+
+    def take(self, raw: Any) -> Any:
+        value = raw[1].get(self.name)
+        if not isinstance(value, torch.Tensor):
+            raise NeverRan(f"this call was given no `{self.name}` tensor, so there is none to serve.")
+        return value
+
+    def put(self, raw: Any, new: Any) -> Any:
+        args, kwargs = raw
+        return args, {**kwargs, self.name: new}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One element of a tuple the location serves."""
+
+    index: int
+
+    def take(self, raw: Any) -> Any:
+        return raw[self.index]
+
+    def put(self, raw: Any, new: Any) -> Any:
+        return (*raw[: self.index], new, *raw[self.index + 1 :])
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of a transformers `ModelOutput` the location serves."""
+
+    name: str
+
+    def take(self, raw: Any) -> Any:
+        return raw[self.name]
+
+    def put(self, raw: Any, new: Any) -> Any:
+        result = raw.copy()
+        result[self.name] = new
+        return result
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Locations that the forward passes in one breath, so that their values may be read in any order.
+
+    Reading a later one keeps what the earlier ones held. `anchor` is passed just before them; what
+    it holds has the shape of the residual stream, for values that the model holds flat over tokens.
+    """
+
+    name: str
+    of: str
+    anchor: str
+    members: tuple[str, ...]
+
+
+class Served(eproperty):
+    """A standard value; see `served`."""
+
+    def __init__(
+        self,
+        at: str,
+        *,
+        of: str = "self",
+        piece: Any = None,
+        needs: Callable[[Any], str | None] | None = None,
+        read_only: str | None = None,
+        moment: Moment | None = None,
+        private: bool = False,
+    ) -> None:
+        super().__init__(key=at)
+        self.at = at
+        self.of = of
+        self.piece = Whole() if piece is None else piece
+        self.needs = needs
+        self.read_only = read_only
+        self.moment = moment
+        self.private = private
+        self._back: Callable[[Any, Any, Any], Any] | None = None
+        self._check: Callable[[Any, Any], None] | None = None
+        self._stub: Callable[[Any, Any], Any]
+
+    def __call__(self, stub: Callable[[Any, Any], Any]) -> Served:
+        super().__call__(stub)
+        self._stub = stub
+        self._preprocess = self._serve
+        self._transform = self.settle
+        self.description = self.meaning
+        return self
+
+    def back(self, function: Callable[[Any, Any, Any], Any]) -> Served:
+        """Register the inverse of the view: `(host, new, piece)` to what the model holds there."""
+        self._back = function
+        return self
+
+    def check(self, function: Callable[[Any, Any], None]) -> Served:
+        """Register a check of a written value beyond shape, dtype and device: `(host, new)`."""
+        self._check = function
+        return self
+
+    # -- what it is ------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> Layout:
+        """The layout its stub names as return annotation."""
+        return LAYOUTS[self._stub.__annotations__["return"].removesuffix("Layout")]
+
+    @property
+    def meaning(self) -> str:
+        """The first line of its docstring."""
+        return (self.__doc__ or "").strip().split("\n")[0]
+
+    def __str__(self) -> str:
+        return f"({self.name}) {self.layout}: {self.meaning}"
+
+    def path_on(self, host: Any) -> str:
+        """The standard path of this value on `host`, as a user writes it after `model.`."""
+        prefix = host.standard_path
+        return f"{prefix}.{self.name}" if prefix else str(self.name)
+
+    def why_not(self, host: Any) -> str | None:
+        """Why `host` lacks this value and what to use instead, or `None` where it has it."""
+        return None if self.needs is None else self.needs(host)
+
+    def reference(self, host: Any) -> Reference:
+        """The value, by name."""
+        return Reference(self.path_on(host), self.layout, self.meaning, self.read_only is None)
+
+    # -- where it is -----------------------------------------------------------------------------
+
+    def _location(self, obj: Any) -> str:
+        return obj.relative(self.of).location(self.at)
+
+    # -- reading ---------------------------------------------------------------------------------
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        if obj is None:
+            return self
+        reason = self.why_not(obj)
+        if reason is not None:
+            raise Unavailable(f"{self.path_on(obj)}: {reason}")
+        mediator = running(obj.interleaver)
+        if mediator is None:
+            self._refuse_foreign(obj)
+            return self.reference(obj)
+        state = obj.interleaver.ledger.of(mediator)
+        location = self._location(obj)
+        name = self.path_on(obj)
+        if self._is_late(obj, mediator, state, location):
+            key = (location, self._visit(obj, mediator, state))
+            if key not in state.captured:
+                raise OutOfOrder(late_text(name, state.last, "read"))
+            raw = state.captured[key]
+            # The piece, which is kept, shares its version counter with the view, which may not be.
+            obj.interleaver.ledger.watch(self.piece.take(raw), name)
+            return self.view(obj, raw)
+        with _translated(mediator, name):
+            if self.moment is not None:
+                self._capture(obj, mediator, state, location)
+            visit = self._visit(obj, mediator, state)
+            value = super().__get__(obj, owner)
+        if self.moment is not None:
+            state.captured[(location, visit)] = state.raw
+        obj.interleaver.ledger.watch(value, name)
+        state.last = name
+        return value
+
+    def _serve(self, host: Any, raw: Any) -> Any:
+        mediator = running(host.interleaver)
+        if mediator is not None:
+            host.interleaver.ledger.of(mediator).raw = raw
+        return self.view(host, raw)
+
+    def view(self, host: Any, raw: Any) -> Any:
+        """What the reader gets of what the location holds."""
+        value = self.current(host, raw)
+        if self.private and isinstance(value, torch.Tensor):
+            return value.clone()
+        return _on_the_path(value)
+
+    def current(self, host: Any, raw: Any) -> Any:
+        """The value as the model holds it, in its standard layout."""
+        try:
+            return self._stub(host, self.piece.take(raw))
+        except AttributeError as error:
+            # Python takes an `AttributeError` in a descriptor for "no such attribute".
+            raise RuntimeError(f"serving {self.path_on(host)} failed: {error!r}") from error
+
+    def settle(self, host: Any, view: Any, raw: Any) -> Any:
+        """The moment of a read is over: what goes back into the forward."""
+        edited = host.interleaver.ledger.settle(view)
+        if edited and self.read_only is not None:
+            raise ReadOnly(f"{self.path_on(host)} cannot be edited: {self.read_only}")
+        if not self.private or not (edited or getattr(view, "requires_grad", False)):
+            return raw
+        # A copy that carries a gradient goes back unedited too, to be on the path to the logits.
+        return self._replace(host, raw, view)
+
+    def _replace(self, host: Any, raw: Any, new: Any) -> Any:
+        piece = self.piece.take(raw)
+        return self.piece.put(raw, new if self._back is None else self._back(host, new, piece))
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def __set__(self, obj: Any, value: Any) -> None:
+        name = self.path_on(obj)
+        reason = self.why_not(obj)
+        if reason is not None:
+            raise Unavailable(f"{name}: {reason}")
+        if self.read_only is not None:
+            raise ReadOnly(f"{name} cannot be written: {self.read_only}")
+        mediator = running(obj.interleaver)
+        if mediator is None:
+            self._refuse_foreign(obj)
+            raise OutsideTrace(
+                f"`{name}` was written where no forward is running.\nWrite it inside one:\n"
+                f"    with model.trace(prompt):\n        model.{name} = value\n"
+                f"or for every later trace: `with model.edit() as (tracer, edited): ...`."
+            )
+        if not isinstance(value, torch.Tensor):
+            raise BadWrite(
+                f"{name} takes a tensor of layout {self.layout}, not {type(value).__name__}. "
+                f"To fill it: `model.{name}[:] = ...`."
+            )
+        ledger = obj.interleaver.ledger
+        state = ledger.of(mediator)
+        location = self._location(obj)
+        if self._is_late(obj, mediator, state, location):
+            raise OutOfOrder(late_text(name, state.last, "write"))
+        with _translated(mediator, name):
+            if self.moment is not None:
+                self._capture(obj, mediator, state, location)
+            raw = Mediator.value(location)
+        view = self.current(obj, raw)
+        if not same_memory(value, view):
+            self._accept(obj, name, value, view)
+            # A copy: the model may edit what it is given in place, and the caller may edit what it gave.
+            value = value.clone()
+        ledger.watch(value, name)
+        Mediator.swap(location, self._replace(obj, raw, value))
+        ledger.check()
+        state.last = name
+
+    def _accept(self, host: Any, name: str, new: torch.Tensor, view: Any) -> None:
+        if new.shape != view.shape:
+            raise BadWrite(
+                f"{name} has shape {tuple(view.shape)} {self.layout}; the write has {tuple(new.shape)}. "
+                f"To broadcast, write in place: `model.{name}[:] = ...`."
+            )
+        if new.dtype != view.dtype:
+            raise BadWrite(
+                f"{name} is {view.dtype}; the write is {new.dtype}. Write `value.to({view.dtype})`."
+            )
+        if new.device != view.device:
+            raise BadWrite(
+                f"{name} is on {view.device}; the write is on {new.device}. Write `value.to({str(view.device)!r})`."
+            )
+        if self._check is not None:
+            self._check(host, new)
+
+    # -- order -----------------------------------------------------------------------------------
+
+    def _visit(self, obj: Any, mediator: Mediator, state: Any) -> int:
+        """Which visit of the location a request made now is meant for."""
+        if mediator.iteration is not None:
+            return mediator.iteration
+        if state.step is not None:
+            return state.step
+        # Relaxed with no step of our own: the forward that is running.
+        return mediator.occurrence(obj.root.location("output"))
+
+    def _is_late(self, obj: Any, mediator: Mediator, state: Any, location: str) -> bool:
+        return mediator.occurrence(location) > self._visit(obj, mediator, state)
+
+    def _capture(self, obj: Any, mediator: Mediator, state: Any, location: str) -> None:
+        """Keep what the earlier locations of this value's moment hold, as the forward passes them."""
+        moment = self.moment
+        assert moment is not None
+        host = obj.relative(moment.of)
+        visit = self._visit(obj, mediator, state)
+        key = (host.path, moment.name, visit)
+        if state.moment != key:
+            state.captured.clear()
+            state.moment = key
+        for at in (moment.anchor, *moment.members):
+            earlier = host.location(at)
+            if earlier == location:
+                return
+            if (earlier, visit) in state.captured or mediator.occurrence(earlier) > visit:
+                continue
+            state.captured[(earlier, visit)] = Mediator.value(earlier)
+
+    def _refuse_foreign(self, obj: Any) -> None:
+        """A block that runs beside something else than this model's forward cannot be served."""
+        if obj.interleaver.interleaving and running_any():
+            raise OutsideTrace(
+                f"{self.path_on(obj)} was asked for inside a block that does not run beside this model's "
+                f"forward (a backward block, or another model's trace).\nRead it before that block opens."
+            )
+
+
+served = Served
+
+
+def _on_the_path(value: Any) -> Any:
+    """Let `.grad` of a view be taken from the tensor it is a view of.
+
+    A view made here is not itself on the way to the logits. nnsight reads the gradient of a marked
+    view off its base (`nnsight.intervention.backward`), which is.
+    """
+    if isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None:
+        value._nnsight_batch = True  # type: ignore[attr-defined]  # nnsight's own mark
+    return value
+
+
+def running_any() -> bool:
+    """Whether some worker, of any run, is executing now."""
+    from greenlet import getcurrent
+
+    reference = getattr(getcurrent(), "mediator", None)
+    return reference is not None and reference() is not None
+
+
+class _translated:
+    """Says in the user's words what nnsight says of a request that was never served."""
+
+    def __init__(self, mediator: Mediator, name: str) -> None:
+        self.mediator = mediator
+        self.name = name
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        # A loop over steps that outran the run ends by nnsight's own error, which it catches again.
+        if isinstance(error, OutOfOrderError) and self.mediator.iteration == 0:
+            raise NeverRan(
+                f"{self.name} was asked for, but this call did not run the module it belongs to "
+                f"(or was stopped before it)."
+            ) from None
+
+
+def late_text(name: str, last: str | None, what: str) -> str:
+    """The message of a request that came after its value had passed."""
+    after = f", after {last}" if last else ""
+    fix = f"{what.capitalize()} {name} before {last}" if last else f"Move the {what} of {name} up"
+    return (
+        f"the {what} of {name} comes too late{after}: the forward has already passed it.\n"
+        f"{fix}; inside a trace values come in forward order."
+    )
+
+
+def served_values(kind: type) -> dict[str, Served]:
+    """Every standard value that hosts of class `kind` serve, by name, in the order they are written."""
+    found: dict[str, Served] = {}
+    for base in reversed(kind.__mro__):
+        for name, attribute in vars(base).items():
+            if isinstance(attribute, Served):
+                found[name] = attribute
+            elif name in found:
+                del found[name]
+    return found

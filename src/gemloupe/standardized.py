@@ -1,0 +1,218 @@
+"""`StandardizedTransformer`: a Gemma 4 model, as transformers runs it, under one set of names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nnsight.modeling.tp import TPFragments
+from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
+from nnsight.modeling.transformers import TransformersModel
+
+from . import lens, steering, support
+from .batching import StandardBatcher
+from .envoys.base import StandardEnvoy
+from .envoys.root import Root
+from .families import family
+from .ledger import StandardInterleaver
+from .loading import check_weights, read_config, text_config
+from .prompts import check_prompt
+from .tokens import find_tokenizer
+from .tracer import StandardTracer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    import torch
+
+    from .references import Reference
+
+__all__ = ["StandardizedTransformer"]
+
+
+class StandardizedTransformer(Root, TransformersModel):
+    """A Gemma 4 model whose values are read and edited by standard names.
+
+    `target` is a repo id, a directory written by `save_pretrained`, or a loaded module. The config is
+    read first, so an unsupported model is refused before any weight loads; the tree is then built
+    without weights, which load when a forward first runs (`dispatch=True` loads them at once).
+
+    Everything nnsight's `TransformersModel` takes is passed on: `dtype`, `device`, `device_map`,
+    `attn_implementation`, `experts_implementation`, `revision`, `task`, `tokenizer`, `peft`, and more
+    rows for `rename` and `envoys`.
+
+    Raises: UnsupportedModel, for another architecture or a config field that was not considered;
+    LoadError, where there is no config or there are no weights.
+
+        model = StandardizedTransformer("google/gemma-4-E2B")
+        with model.trace("The capital of France is"):
+            stream = model.layers[10].layer_output.save()
+    """
+
+    _batcher_class: ClassVar[type[StandardBatcher]] = StandardBatcher
+
+    def __init__(self, target: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:
+        config = kwargs.get("config") or read_config(target, **kwargs)
+        self.family = family(text_config(config).model_type)
+        self.plan = self.family.plan(config)
+        check_weights(target)
+        envoys = tp_envoys() if wants_tensor_parallel(target, kwargs) else {}
+        kwargs["rename"] = {**self.family.rename, **(kwargs.get("rename") or {})}
+        kwargs["envoys"] = {**envoys, **self.family.envoys, **(kwargs.get("envoys") or {})}
+        kwargs.setdefault("interleaver", StandardInterleaver(fragments=TPFragments()))
+        # nnsight 0.8.1 does not see that a pipeline of transformers 5.24 needs a tokenizer.
+        if kwargs.get("tokenizer") is None and kwargs.get("processor") is None:
+            kwargs["tokenizer"] = find_tokenizer(
+                target,
+                text_config(config),
+                revision=kwargs.get("revision"),
+                trust_remote_code=kwargs.get("trust_remote_code", False),
+            )
+        self._ready = False
+        target = str(target) if isinstance(target, Path) else target
+        super().__init__(target, *args, task=task or "text-generation", **kwargs)
+        self._check_operations()
+
+    # -- facts -----------------------------------------------------------------------------------
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks of the text stack."""
+        return self.plan.num_layers
+
+    @property
+    def hidden_size(self) -> int:
+        """The width of the residual stream."""
+        return self.plan.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the head scores."""
+        return self.plan.vocab_size
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a block."""
+        return self.plan.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """The config's top-level head width, which is the sliding blocks'."""
+        return self.plan.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The config's top-level number of key and value heads, which is the sliding blocks'."""
+        return self.plan.num_kv_heads
+
+    def kv_sharing(self) -> dict[int, tuple[int, ...]]:
+        """Which blocks lend their keys and values, and to which."""
+        return self.plan.kv_sharing()
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    def has(self, value: str | Reference) -> bool:
+        """Whether this model has a value, given by path or reference, without running it.
+
+        Raises: UnknownName, for a path that names no standard value.
+        """
+        return support.why_not(self, value) is None
+
+    def why_not(self, value: str | Reference) -> str | None:
+        """Why this model lacks a value and what to use instead, or `None` where it has it.
+
+        Raises: UnknownName, for a path that names no standard value.
+        """
+        return support.why_not(self, value)
+
+    def support(self) -> support.Support:
+        """Every standard value, and on which blocks this model has it."""
+        return support.support(self)
+
+    # -- verbs -----------------------------------------------------------------------------------
+
+    def project_on_vocab(self, hidden: torch.Tensor, cap: bool = True) -> torch.Tensor:
+        """The logit lens: final norm, head and soft cap, as the model makes its logits.
+
+        See `gemloupe.lens.project_on_vocab`.
+        """
+        return lens.project_on_vocab(self, hidden, cap)
+
+    def top_tokens(self, hidden_or_logits: torch.Tensor, k: int = 5) -> lens.TopTokens:
+        """The `k` likeliest tokens at each position. See `gemloupe.lens.top_tokens`."""
+        return lens.top_tokens(self, hidden_or_logits, k)
+
+    def skip_layers(self, start: int, end: int) -> steering.Edited:
+        """Silence blocks `start` to `end`, both included. See `gemloupe.steering.skip_layers`."""
+        return steering.skip_layers(self, start, end)
+
+    def steer(
+        self,
+        layers: int | Iterable[int],
+        vector: torch.Tensor,
+        factor: float = 1.0,
+        positions: int | slice | Sequence[int] | torch.Tensor | None = None,
+        at: str | Reference = "layer_output",
+        when: steering.When = "both",
+    ) -> steering.Edited:
+        """Add `factor * vector` to a value of some blocks. See `gemloupe.steering.steer`."""
+        return steering.steer(self, layers, vector, factor, positions=positions, at=at, when=when)
+
+    # -- running ---------------------------------------------------------------------------------
+
+    def trace(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Open a trace: one forward, beside which the block reads and edits values.
+
+        As nnsight's `trace`, whose arguments it takes.
+        """
+        if kwargs.get("tracer_cls") is None:
+            kwargs["tracer_cls"] = StandardTracer
+        return super().trace(*inputs, **kwargs)
+
+    def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.dispatched and not _faking():
+            self.dispatch()
+        self._instrument()
+        return super().interleave(fn, *args, **kwargs)
+
+    def _batch(self, invokes: list, fn: Any) -> tuple:
+        args, kwargs = super()._batch(invokes, fn)
+        self.interleaver.encoding = kwargs
+        self.interleaver.generating = getattr(fn, "__name__", "") == "generate"
+        check_prompt(self.tokenizer, kwargs)
+        return args, kwargs
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def _update(self, module: Any) -> None:
+        self._ready = False
+        super()._update(module)
+
+    def _sourced(self) -> list[StandardEnvoy]:
+        return self.modules(lambda envoy: isinstance(envoy, StandardEnvoy) and bool(envoy.OPERATIONS))
+
+    def _check_operations(self) -> None:
+        """Refuse at load a transformers release that moved a line a value is served from."""
+        seen = set()
+        for envoy in self._sourced():
+            if type(envoy._module) not in seen:
+                seen.add(type(envoy._module))
+                _ = envoy.labels
+
+    def _instrument(self) -> None:
+        """Instrument every forward that values are served from inside, once per module.
+
+        Before the first run, not at load: a model that is only looked at, or called as a plain module,
+        pays nothing. nnsight cannot instrument a forward that is running.
+        """
+        if self._ready:
+            return
+        for envoy in self._sourced():
+            _ = envoy.labels
+        self._ready = True
+
+
+def _faking() -> bool:
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode() is not None

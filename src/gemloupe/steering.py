@@ -1,0 +1,207 @@
+"""Edits of the stream by one call: steering and silencing blocks.
+
+Both run beside the block they are called in, so they use nothing of its order up, and say what they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import nnsight
+import torch
+from nnsight.intervention.interleaver import Mediator
+
+from . import positions as place
+from .errors import BadArgument
+from .paths import find
+from .positions import Positions
+from .references import Reference
+from .workers import caller, start_beside, steps
+
+__all__ = ["Edited", "When", "skip_layers", "steer"]
+
+When = Literal["prompt", "new", "both"]
+
+
+@dataclass
+class Edited:
+    """What an edit did: how many positions it changed in each block. Complete when the trace is over."""
+
+    verb: str
+    value: str
+    layers: tuple[int, ...]
+    counts: dict[int, int] = field(default_factory=dict)
+    """Block to the number of positions edited there, summed over rows and steps."""
+
+    @property
+    def positions(self) -> int:
+        """Positions edited in the block that was edited least."""
+        return min((self.counts.get(layer, 0) for layer in self.layers), default=0)
+
+    def __str__(self) -> str:
+        done = ", ".join(f"layers[{layer}]: {self.counts.get(layer, 0)}" for layer in self.layers)
+        return f"{self.verb} {self.value}: positions edited in {done}"
+
+
+def steer(
+    model: Any,
+    layers: int | Iterable[int],
+    vector: torch.Tensor,
+    factor: float = 1.0,
+    *,
+    positions: Positions = None,
+    at: str | Reference = "layer_output",
+    when: When = "both",
+) -> Edited:
+    """Add `factor * vector` to a value of some blocks, inside a trace.
+
+    `vector` is `[hidden]`, or anything that broadcasts to `[batch seq hidden]`; it follows the stream's
+    device and dtype. `positions` counts real tokens from 0, or from the end if negative (a slice, a list
+    and a boolean mask work too); all of them by default. `at` names the value: `layer_output`,
+    `mlp_output`, `attention_output`, any that is laid out `[batch seq hidden]`. In `generate`, `when`
+    chooses the prompt, the new tokens or both; positions count through both. Inside
+    `for step in tracer.iter[...]` it edits that step alone.
+
+    Returns a report of how many positions were edited, complete when the trace is over.
+
+    Raises: BadArgument, before anything runs, for a block out of range, a vector of the wrong width, a
+    position past the sequence, or a value of another layout; OutsideTrace; OutOfOrder, for a block that
+    has passed.
+    """
+    parent = caller(model, "steer")
+    chosen = _blocks(model, layers, "steer")
+    hosts = [_host(model, layer, at) for layer in chosen]
+    if not isinstance(vector, torch.Tensor) or vector.dim() == 0 or vector.shape[-1] != model.hidden_size:
+        got = tuple(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
+        raise BadArgument(
+            f"steer: the vector must be {model.hidden_size} wide, as the stream is; it is {got}."
+        )
+    if when not in get_args(When):
+        raise BadArgument(f"steer: when={when!r}; choose one of {', '.join(get_args(When))}.")
+    frame = Frame(model, parent)
+    place.check(positions, frame.prompt, verb="steer", growing=model.interleaver.generating)
+    report = nnsight.save(Edited("steer", hosts[0][1], chosen))
+    first = model.interleaver.ledger.of(parent).step
+
+    def task() -> None:
+        for step in steps(model, first):
+            for layer, (host, name) in zip(chosen, hosts, strict=True):
+                value = getattr(host, name)
+                mask = frame.select(step, value, positions, when)
+                if not bool(mask.any()):
+                    continue
+                added = factor * vector.to(value.device, value.dtype)
+                setattr(host, name, torch.where(mask[..., None], value + added, value))
+                report.counts[layer] = report.counts.get(layer, 0) + int(mask.sum())
+
+    start_beside(model, task, before=True)
+    return report
+
+
+def skip_layers(model: Any, start: int, end: int) -> Edited:
+    """Silence blocks `start` to `end`, both included: each hands on the stream it received.
+
+    A silenced block still runs, so it still lends its keys and values and still fills the cache; only
+    the stream passes it by. Inside `for step in tracer.iter[...]` it silences that step alone.
+
+    Raises: BadArgument, before anything runs, for a block out of range or an empty range; OutsideTrace;
+    OutOfOrder, for a block that has passed.
+    """
+    parent = caller(model, "skip_layers")
+    first, last = (*_blocks(model, start, "skip_layers"), *_blocks(model, end, "skip_layers"))
+    if first > last:
+        raise BadArgument(
+            f"skip_layers: from block {first} to block {last} there is none; give the lower first."
+        )
+    chosen = tuple(range(first, last + 1))
+    report = nnsight.save(Edited("skip_layers", "layer_output", chosen))
+    step_now = model.interleaver.ledger.of(parent).step
+    # What the first norm receives is the stream as it really entered, any edit of it included.
+    entrance = model.layers[first].location("input_layernorm.input")
+
+    def task() -> None:
+        for _ in steps(model, step_now):
+            (stream, *_rest), _kwargs = Mediator.value(entrance)
+            for layer in chosen:
+                model.layers[layer].layer_output = stream
+                report.counts[layer] = report.counts.get(layer, 0) + stream.shape[0] * stream.shape[1]
+
+    start_beside(model, task, before=True)
+    return report
+
+
+def _blocks(model: Any, layers: int | Iterable[int], verb: str) -> tuple[int, ...]:
+    """Block numbers, ascending, negative ones counted from the end."""
+    given = [layers] if isinstance(layers, int) else list(layers)
+    total = model.num_layers
+    for layer in given:
+        if not isinstance(layer, int) or isinstance(layer, bool) or not -total <= layer < total:
+            raise BadArgument(
+                f"{verb}: layer {layer!r} does not exist; the model has {total} blocks, 0 to {total - 1}."
+            )
+    if not given:
+        raise BadArgument(f"{verb}: no layer was given.")
+    return tuple(sorted({layer % total for layer in given}))
+
+
+def _host(model: Any, layer: int, at: str | Reference) -> tuple[Any, str]:
+    """The envoy that serves `at` on a block, and the value's name there."""
+    name = str(at).rpartition(".")[2]
+    block = model.layers[layer]
+    for host in (block, block.self_attn, block.mlp):
+        if name in dir(type(host)):
+            _, served = find(model, f"{host.standard_path}.{name}")
+            if served is None:
+                break
+            reason = served.why_not(host)
+            if reason is not None:
+                raise BadArgument(f"steer: {served.path_on(host)}: {reason}")
+            if served.layout.axes != ("batch", "seq", "hidden"):
+                raise BadArgument(
+                    f"steer adds to values laid out [batch seq hidden]; {name} is {served.layout}."
+                )
+            return host, name
+    raise BadArgument(
+        f"steer: a block has no value {name!r}; `layer_output`, `mlp_output`, `attention_output` are some."
+    )
+
+
+class Frame:
+    """Where the tokens of each step stand in their texts, for the rows of one worker."""
+
+    def __init__(self, model: Any, parent: Mediator) -> None:
+        group = parent.batch_group
+        rows = slice(None) if group is None else slice(group[0], group[0] + group[1])
+        self.prompt = place.real_tokens(model.interleaver.encoding, rows)
+
+    def select(self, step: int, value: torch.Tensor, positions: Positions, when: When) -> torch.Tensor:
+        """The tokens to edit of this step's `value`, `[batch seq]`."""
+        batch, seq = value.shape[:2]
+        if self.prompt is None:
+            real, start, new = torch.ones(batch, seq, dtype=torch.bool), 0, step > 0
+            return place.select(positions, real.to(value.device), start) & self._wanted(when, new)
+        prompt = self.prompt.to(value.device)
+        # Beams and several returned sequences repeat each row of the prompt.
+        prompt = prompt.repeat_interleave(batch // prompt.shape[0], 0)
+        length = prompt.sum(-1, keepdim=True)
+        if step == 0:
+            real = prompt[:, -seq:]
+            start = length - real.sum(-1, keepdim=True)
+            return place.select(positions, real, start) & self._wanted(when, False)
+        if seq == 1:
+            real = torch.ones_like(prompt[:, :1])
+            return place.select(positions, real, length + step - 1) & self._wanted(when, True)
+        # Without a cache each step runs the whole text so far.
+        grown = torch.ones(batch, seq - prompt.shape[1], dtype=torch.bool, device=value.device)
+        real = torch.cat([prompt, grown], -1)
+        wanted = torch.ones_like(real)
+        if when != "both":
+            wanted[:, : prompt.shape[1]] = when == "prompt"
+            wanted[:, prompt.shape[1] :] = when == "new"
+        return place.select(positions, real) & wanted
+
+    @staticmethod
+    def _wanted(when: When, new: bool) -> bool:
+        return when == "both" or (when == "new") == new

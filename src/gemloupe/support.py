@@ -1,0 +1,140 @@
+"""What a model has and what it lacks, answered without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .envoys.attention import Attention
+from .envoys.layer import Layer
+from .envoys.mlp import Mlp
+from .envoys.root import Root
+from .errors import Unavailable
+from .layouts import Layout
+from .paths import find
+from .served import Served, served_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .references import Reference
+
+__all__ = ["HOSTS", "Support", "SupportRow", "support", "why_not"]
+
+HOSTS: dict[str, type] = {
+    "": Root,
+    "layers[i]": Layer,
+    "layers[i].self_attn": Attention,
+    "layers[i].mlp": Mlp,
+}
+"""Where values are, and the class of the envoy there."""
+
+
+def why_not(model: Any, value: str | Reference) -> str | None:
+    """Why the model lacks a value, or `None` where it has it."""
+    try:
+        host, served = find(model, value)
+    except Unavailable as error:
+        return str(error).partition(": ")[2]
+    return None if served is None else served.why_not(host)
+
+
+@dataclass(frozen=True)
+class SupportRow:
+    """One value: where it is served, and why not elsewhere."""
+
+    path: str
+    layout: Layout
+    meaning: str
+    writable: bool
+    blocks: tuple[int, ...] | None
+    """The blocks that have it; `None` for a value of the whole model."""
+    available: bool
+    """Whether any place has it."""
+    reason: str | None
+    """Why the first place that lacks it does."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """Every standard value of a model, as rows; prints as a table."""
+
+    rows: tuple[SupportRow, ...]
+    num_layers: int
+
+    def __iter__(self) -> Iterator[SupportRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, path: str) -> SupportRow:
+        for row in self.rows:
+            if row.path == path:
+                return row
+        raise KeyError(path)
+
+    def table(self) -> Table:
+        """The rows as a rich table."""
+        table = Table("value", "layout", "where", "not where")
+        for row in self.rows:
+            table.add_row(row.path, str(row.layout).replace("[", r"\["), self._where(row), self._reason(row))
+        return table
+
+    def _where(self, row: SupportRow) -> str:
+        if row.blocks is None:
+            return "yes" if row.available else "no"
+        if len(row.blocks) == self.num_layers:
+            return "every block"
+        return spans(row.blocks) if row.blocks else "no block"
+
+    def _reason(self, row: SupportRow) -> str:
+        return (row.reason or "").split("\n")[0]
+
+    def __str__(self) -> str:
+        console = Console(width=150, color_system=None)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get()
+
+    __repr__ = __str__
+
+
+def support(model: Any) -> Support:
+    """Every standard value of `model`."""
+    rows = []
+    for pattern, kind in HOSTS.items():
+        for name, served in served_values(kind).items():
+            rows.append(_row(model, pattern, name, served))
+    return Support(tuple(rows), model.num_layers)
+
+
+def _row(model: Any, pattern: str, name: str, served: Served) -> SupportRow:
+    path = f"{pattern}.{name}" if pattern else name
+    per_block = "[i]" in pattern
+    places = [path.replace("[i]", f"[{i}]") for i in range(model.num_layers)] if per_block else [path]
+    reasons = [why_not(model, place) for place in places]
+    having = tuple(i for i, reason in enumerate(reasons) if reason is None)
+    return SupportRow(
+        path=path,
+        layout=served.layout,
+        meaning=served.meaning,
+        writable=served.read_only is None,
+        blocks=having if per_block else None,
+        available=bool(having),
+        reason=next((reason for reason in reasons if reason is not None), None),
+    )
+
+
+def spans(numbers: tuple[int, ...]) -> str:
+    """Ascending numbers as ranges: `0-3, 5, 7-9`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

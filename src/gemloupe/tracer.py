@@ -1,0 +1,47 @@
+"""The tracer behind `with model.trace(...)`: nnsight's, with loops that know which step they stand at.
+
+nnsight pins the first request of a loop's body to the loop's step and lets the others follow the
+forward, so a request that comes too late would bind the next step's value. Here the ledger is told
+the step, and such a request is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+from greenlet import getcurrent
+from nnsight.intervention.iterator import Iterations
+from nnsight.intervention.tracer import InterleavingTracer
+
+__all__ = ["StandardTracer", "Steps"]
+
+
+class Steps(Iterations):
+    """`tracer.iter[...]` and `tracer.all()`: the steps of a generation, one after the other."""
+
+    def __getitem__(self, key: slice | int | list[int]) -> Steps:
+        chosen = super().__getitem__(key)
+        return Steps(chosen.start, chosen.stop, chosen.steps)
+
+    def __iter__(self) -> Iterator[int]:
+        mediator: Any = getcurrent().mediator()  # type: ignore[attr-defined]  # nnsight's worker greenlet
+        state = mediator.interleaver.ledger.of(mediator)
+        before = state.step
+        try:
+            with closing(super().__iter__()) as steps:  # type: ignore[type-var]  # a generator
+                for step in steps:
+                    state.step = step
+                    yield step
+        finally:
+            state.step = before
+
+
+class StandardTracer(InterleavingTracer):
+    """nnsight's tracer, whose loops tell the ledger their step."""
+
+    @property
+    def iter(self) -> Steps:
+        """The steps of a repeated run: `for step in tracer.iter[:3]: ...`."""
+        return Steps()

@@ -1,0 +1,81 @@
+"""Work that runs beside a trace's block without using up its order.
+
+A block reads values in forward order, so a verb that waited for block 9 inside it would leave block 3
+behind. Such a verb runs in a worker of its own: it sees the rows of the invoke it was called in, and
+the block goes on at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+from nnsight.intervention.interleaver import Mediator, OutOfOrderError
+
+from .errors import OutsideTrace
+from .ledger import running
+
+__all__ = ["caller", "start_beside", "steps"]
+
+
+class SideWorker(Mediator):
+    """A worker that runs a function instead of a block of source."""
+
+    def __init__(self, task: Callable[[], None], parent: Mediator) -> None:
+        super().__init__(None, {}, {})
+        self.task = task
+        self.batch_group = parent.batch_group
+        self._counts = parent.counts_at_start
+
+    def _run(self) -> None:
+        # The steps of this worker are those of the block it was started from.
+        self.counts_at_start = self._counts
+        # The run ended while the task waited for a step that was not made: it is done.
+        with suppress(OutOfOrderError):
+            self.task()
+            self.flush()
+
+
+def caller(model: Any, verb: str) -> Mediator:
+    """The worker that calls a verb.
+
+    Raises: OutsideTrace, where none does.
+    """
+    mediator = running(model.interleaver)
+    if mediator is None:
+        raise OutsideTrace(
+            f"{verb} edits a running forward; call it inside one:\n"
+            f"    with model.trace(prompt):\n        model.{verb}(...)\n"
+            f"or for every later trace: `with model.edit() as (tracer, edited): edited.{verb}(...)`."
+        )
+    return mediator
+
+
+def start_beside(model: Any, task: Callable[[], None], *, before: bool) -> None:
+    """Start `task` beside the calling worker.
+
+    At a location both wait for, it is served `before` the caller (edits, which the caller then sees),
+    or after everybody (captures, which see every edit).
+    """
+    interleaver = model.interleaver
+    parent = running(interleaver)
+    assert parent is not None
+    side = SideWorker(task, parent)
+    interleaver.ledger.of(side).last = interleaver.ledger.of(parent).last
+    mediators = interleaver.mediators
+    mediators.insert(mediators.index(parent) if before else len(mediators), side)
+    # The caller's waiting write-back is of this moment; it goes in before anybody else is served.
+    side.start(interleaver)
+
+
+def steps(model: Any, first: int | None) -> Iterator[int]:
+    """Inside a side worker: every forward of the run, or the step `first` alone."""
+    interleaver = model.interleaver
+    mediator = running(interleaver)
+    assert mediator is not None
+    state = interleaver.ledger.of(mediator)
+    for step in count() if first is None else (first,):
+        state.step = mediator.iteration = step
+        yield step
