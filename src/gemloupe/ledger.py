@@ -48,6 +48,14 @@ def same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
 
 
+def same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the two tensors are one view of one memory."""
+    if one is other:
+        return True
+    alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
+    return alike and same_memory(one, other) and one.storage_offset() == other.storage_offset()
+
+
 @dataclass
 class Watched:
     """A tensor that was handed out, and the version it had when its moment ended."""
@@ -66,6 +74,7 @@ class WorkerState:
     captured: dict[tuple[str, int], Any] = field(default_factory=dict)
     moment: tuple[str, str, int] | None = None
     raw: Any = None
+    call: Any = None
 
     def anchor(self, location: str) -> Any:
         """What the anchor of the present moment held, or `None` where it had passed."""
@@ -75,9 +84,19 @@ class WorkerState:
 class Ledger:
     """The bookkeeping of one run, shared by all its workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, interleaver: Any) -> None:
+        self._interleaver = weakref.proxy(interleaver)
         self._states: dict[Mediator, WorkerState] = {}
         self._watched: list[Watched] = []
+
+    def waiting(self) -> list[torch.Tensor]:
+        """The views whose moment has not ended: some worker's write-back still waits for them."""
+        views: list[Any] = []
+        for mediator in self._interleaver.mediators:
+            if mediator.transform is not None:
+                view = mediator.transform.view
+                views.extend(view if isinstance(view, tuple) else (view,))
+        return [view for view in views if isinstance(view, torch.Tensor)]
 
     def of(self, mediator: Mediator) -> WorkerState:
         """The state of one worker, made on first use."""
@@ -94,27 +113,27 @@ class Ledger:
         if now is not None:
             self._watched.append(Watched(weakref.ref(tensor), now, name))
 
-    def settle(self, tensor: Any) -> bool:
-        """End the moment of `tensor`: accept what was done to it in place, and say whether anything was.
+    def changed(self, tensor: Any) -> bool:
+        """Whether a tensor was edited in place since it was handed out."""
+        return any(known is tensor and entry.version != version(known) for known, entry in self._alive())
+
+    def settle(self, *tensors: Any) -> bool:
+        """End the moment of `tensors`: accept what was done to them, and say whether anything was.
 
         Every other tensor that changed since its own moment ended was edited too late.
         """
-        edited = False
-        if isinstance(tensor, torch.Tensor):
-            for entry in self._alive():
-                if entry[0] is tensor and entry[1].version != version(tensor):
-                    edited = True
-            if edited:
-                for other, watched in self._alive():
-                    if same_memory(other, tensor):
-                        watched.version = version(other) or 0
+        edited = [tensor for tensor in tensors if self.changed(tensor)]
+        for tensor in edited:
+            for other, watched in self._alive():
+                if same_memory(other, tensor):
+                    watched.version = version(other) or 0
         self.check()
-        return edited
+        return bool(edited)
 
     def check(self) -> None:
         """Raise `LateEdit` for the first tensor that was edited after its moment."""
         for tensor, watched in self._alive():
-            if version(tensor) != watched.version:
+            if version(tensor) != watched.version and not any(same_memory(tensor, v) for v in self.waiting()):
                 self._watched = [entry for entry in self._watched if entry is not watched]
                 raise LateEdit(
                     f"{watched.name} was edited in place after the forward had moved on, so the edit "
@@ -134,14 +153,14 @@ class StandardInterleaver(Interleaver):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.ledger = Ledger()
+        self.ledger = Ledger(self)
         self.encoding: dict[str, Any] = {}
         """What the run's call is given: the tokens and mask that are really fed."""
         self.generating = False
         """Whether the run is a `generate`, whose text grows."""
 
     def __enter__(self) -> StandardInterleaver:
-        self.ledger = Ledger()
+        self.ledger = Ledger(self)
         super().__enter__()
         return self
 
@@ -149,10 +168,7 @@ class StandardInterleaver(Interleaver):
         stopped = super().__exit__(exc_type, exc_value, traceback)
         if stopped:
             # An early stop ends the moment of what was read last; nothing waits for it any more.
-            for mediator in self.mediators:
-                if mediator.transform is not None:
-                    self.ledger.settle(mediator.transform.view)
-            self.ledger.check()
+            self.ledger.settle(*self.ledger.waiting())
         return stopped
 
     def check_dangling_mediators(self) -> None:
@@ -162,6 +178,6 @@ class StandardInterleaver(Interleaver):
     def cancel(self) -> None:
         super().cancel()
         # The states hold workers, whose scopes hold the model and the tensors of the run.
-        self.ledger = Ledger()
+        self.ledger = Ledger(self)
         self.encoding = {}
         self.generating = False

@@ -21,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 # ---- what can be planned ----------------------------------------------------------------------------------
 
-TEXT_TYPES: Final = ("gemma4_text", "gemma4_unified_text")
+# {a wrapper: the text stack that it holds}
 WRAPPERS: Final = {"gemma4": "gemma4_text", "gemma4_unified": "gemma4_unified_text"}
 
 KINDS: Final[dict[str, Kind]] = {"sliding_attention": "sliding", "full_attention": "full"}
@@ -63,8 +63,8 @@ NARROWED: Final[dict[str, dict[str, tuple[tuple[Any, ...], str]]]] = {
     "gemma4_text": _NARROWED_TEXT,
     "gemma4_unified_text": {
         **_NARROWED_TEXT,
-        "enable_moe_block": ((False,), "Gemma4UnifiedTextDecoderLayer has no mixture of experts"),
-        "hidden_size_per_layer_input": ((0,), "Gemma4UnifiedTextModel has no per-layer inputs"),
+        "enable_moe_block": ((False, None), "Gemma4UnifiedTextDecoderLayer has no mixture of experts"),
+        "hidden_size_per_layer_input": ((0, None), "Gemma4UnifiedTextModel has no per-layer inputs"),
     },
     "gemma4": {},
     "gemma4_unified": {},
@@ -256,7 +256,7 @@ def _blocks(text: Any, stored: dict[str, Any], per_layer_input_size: int | None)
     kinds: list[Kind] = [KINDS[layer_type] for layer_type in text.layer_types]
     sources = _kv_sources(kinds, text.num_kv_shared_layers)
     sizes = _attention_sizes(stored)
-    has_experts = getattr(text, "enable_moe_block", False)
+    has_experts = bool(getattr(text, "enable_moe_block", False))
 
     def block(index: int) -> BlockPlan:
         kind, source = kinds[index], sources[index]
@@ -435,7 +435,10 @@ def _size_refusals(stored: dict[str, Any]) -> Iterator[str]:
     heads, sizes = stored["num_attention_heads"], _attention_sizes(stored)
     for index, (head_dim, kv_heads) in enumerate(sizes):
         if kv_heads < 1 or heads % kv_heads:
-            yield f"block {index}: num_attention_heads={heads} cannot share num_key_value_heads={kv_heads}."
+            yield (
+                f"block {index}: num_attention_heads={heads} is not a multiple of "
+                f"num_key_value_heads={kv_heads}."
+            )
         if head_dim < 2 or head_dim % 2:
             yield f"block {index}: head_dim={head_dim} is not even, and its coordinates turn in pairs."
         # Gemma4TextRotaryEmbedding and the borrowed keys take one size per layer type.

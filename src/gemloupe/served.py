@@ -23,7 +23,7 @@ from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 
 from .errors import BadWrite, NeverRan, OutOfOrder, OutsideTrace, ReadOnly, Unavailable
 from .layouts import LAYOUTS, Layout
-from .ledger import running, same_memory
+from .ledger import running, same_view
 from .references import Reference
 
 __all__ = ["Argument", "Field", "Item", "Keyword", "Moment", "Served", "Whole", "served", "served_values"]
@@ -207,25 +207,29 @@ class Served(eproperty):
             self._refuse_foreign(obj)
             return self.reference(obj)
         state = obj.interleaver.ledger.of(mediator)
-        location = self._location(obj)
         name = self.path_on(obj)
+        with _translated(mediator, name):
+            value = self._read(obj, mediator, state, name)
+        state.last = name
+        return value
+
+    def _read(self, obj: Any, mediator: Mediator, state: Any, name: str) -> Any:
+        """The value, for the worker that is running."""
+        location = self._location(obj)
+        visit = self._visit(obj, mediator, state)
         if self._is_late(obj, mediator, state, location):
-            key = (location, self._visit(obj, mediator, state))
-            if key not in state.captured:
+            if (location, visit) not in state.captured:
                 raise OutOfOrder(late_text(name, state.last, "read"))
-            raw = state.captured[key]
+            raw = state.captured[(location, visit)]
             # The piece, which is kept, shares its version counter with the view, which may not be.
             obj.interleaver.ledger.watch(self.piece.take(raw), name)
             return self.view(obj, raw)
-        with _translated(mediator, name):
-            if self.moment is not None:
-                self._capture(obj, mediator, state, location)
-            visit = self._visit(obj, mediator, state)
-            value = super().__get__(obj, owner)
+        if self.moment is not None:
+            self._capture(obj, mediator, state, location)
+        value = super().__get__(obj)
         if self.moment is not None:
             state.captured[(location, visit)] = state.raw
         obj.interleaver.ledger.watch(value, name)
-        state.last = name
         return value
 
     def _serve(self, host: Any, raw: Any) -> Any:
@@ -239,7 +243,18 @@ class Served(eproperty):
         value = self.current(host, raw)
         if self.private and isinstance(value, torch.Tensor):
             return value.clone()
-        return _on_the_path(value)
+        return self.marked(value)
+
+    @staticmethod
+    def marked(value: Any) -> Any:
+        """Let `.grad` of a view be taken from the tensor it is a view of.
+
+        A view made here is not itself on the way to the logits. nnsight reads the gradient of a marked
+        view off its base (`nnsight.intervention.backward`), which is.
+        """
+        if isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None:
+            value._nnsight_batch = True  # type: ignore[attr-defined]  # nnsight's own mark
+        return value
 
     def current(self, host: Any, raw: Any) -> Any:
         """The value as the model holds it, in its standard layout."""
@@ -285,26 +300,33 @@ class Served(eproperty):
                 f"{name} takes a tensor of layout {self.layout}, not {type(value).__name__}. "
                 f"To fill it: `model.{name}[:] = ...`."
             )
-        ledger = obj.interleaver.ledger
-        state = ledger.of(mediator)
+        state = obj.interleaver.ledger.of(mediator)
+        with _translated(mediator, name):
+            self._write(obj, mediator, state, name, value)
+        obj.interleaver.ledger.check()
+        state.last = name
+
+    def _write(self, obj: Any, mediator: Mediator, state: Any, name: str, value: torch.Tensor) -> None:
+        """Take `value`, for the worker that is running."""
         location = self._location(obj)
         if self._is_late(obj, mediator, state, location):
             raise OutOfOrder(late_text(name, state.last, "write"))
-        with _translated(mediator, name):
-            if self.moment is not None:
-                self._capture(obj, mediator, state, location)
-            raw = Mediator.value(location)
+        if self.moment is not None:
+            self._capture(obj, mediator, state, location)
+        raw = Mediator.value(location)
         view = self.current(obj, raw)
-        if not same_memory(value, view):
-            self._accept(obj, name, value, view)
+        if not same_view(value, view):
+            self.accept(obj, name, value, view)
             # A copy: the model may edit what it is given in place, and the caller may edit what it gave.
             value = value.clone()
-        ledger.watch(value, name)
+        obj.interleaver.ledger.watch(value, name)
         Mediator.swap(location, self._replace(obj, raw, value))
-        ledger.check()
-        state.last = name
 
-    def _accept(self, host: Any, name: str, new: torch.Tensor, view: Any) -> None:
+    def accept(self, host: Any, name: str, new: torch.Tensor, view: Any) -> None:
+        """Refuse a write that does not fit what is there.
+
+        Raises: BadWrite.
+        """
         if new.shape != view.shape:
             raise BadWrite(
                 f"{name} has shape {tuple(view.shape)} {self.layout}; the write has {tuple(new.shape)}. "
@@ -363,17 +385,6 @@ class Served(eproperty):
 
 
 served = Served
-
-
-def _on_the_path(value: Any) -> Any:
-    """Let `.grad` of a view be taken from the tensor it is a view of.
-
-    A view made here is not itself on the way to the logits. nnsight reads the gradient of a marked
-    view off its base (`nnsight.intervention.backward`), which is.
-    """
-    if isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None:
-        value._nnsight_batch = True  # type: ignore[attr-defined]  # nnsight's own mark
-    return value
 
 
 def running_any() -> bool:

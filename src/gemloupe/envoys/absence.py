@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-__all__ = ["no_audio", "no_mixture", "no_per_layer_inputs", "no_vision"]
+__all__ = ["borrows", "no_audio", "no_mixture", "no_pattern", "no_per_layer_inputs", "no_vision"]
 
 
 def no_mixture(host: Any) -> str | None:
@@ -47,4 +48,34 @@ def _no_modality(host: Any, what: str) -> str:
     return (
         f"this is the text-only model, which takes no {what}.\n"
         f"Load the published repository, whose config has the towers, or wrap its *ForConditionalGeneration module."
+    )
+
+
+def borrows(what: str) -> Callable[[Any], str | None]:
+    """The block computes no `what` (keys or values), it borrows another block's."""
+
+    def reason(host: Any) -> str | None:
+        plan = host.block_plan
+        if not plan.borrows_keys:
+            return None
+        borrowers = host.model_plan.blocks[plan.kv_source].kv_borrowers
+        shown = ", ".join(str(block) for block in borrowers[:5]) + (", ..." if len(borrowers) > 5 else "")
+        return (
+            f"block {plan.index} computes no {what}, it borrows block {plan.kv_source}'s.\n"
+            f"Edit layers[{plan.kv_source}].self_attn.own_{what} to change every borrower ({shown}),\n"
+            f"or layers[{plan.index}].self_attn.attention_{what} to change block {plan.index} alone."
+        )
+
+    return reason
+
+
+def no_pattern(host: Any) -> str | None:
+    """The attention implementation does not say what it masks."""
+    implementation = host._module.config._attn_implementation
+    if implementation in ("eager", "sdpa", "flex_attention"):
+        return None
+    return (
+        f"{implementation} keeps neither scores nor pattern, and its mask cannot be read.\n"
+        f"Load with attn_implementation='sdpa', or use attention_queries, attention_keys and "
+        f"attention_head_outputs, which it has."
     )

@@ -1,0 +1,132 @@
+"""The command line: `python -m gemloupe tour` and `python -m gemloupe inspect TARGET`.
+
+What a command needs is imported when it runs: `--help` and `--version` import no torch. Exit status: 0, or
+1 where the tour found something that does not hold, or 2 for a wrong target, in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from . import __version__
+from .errors import GemloupeError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["app"]
+
+# Where nobody looks on, rich assumes 80 columns, too few for the table of blocks.
+_WIDTH_OF_A_FILE = 110
+
+app = typer.Typer(
+    name="gemloupe",
+    help="A jeweller's loupe for Gemma: read and edit anything inside a Gemma 4 model by one stable name.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+@app.command()
+def tour(
+    shape: Annotated[
+        str, typer.Option(help="The tiny model's shape: e2b, e4b, 26b-a4b, 31b or 12b.")
+    ] = "e2b",
+) -> None:
+    """Wrap a tiny Gemma 4 with random weights, read it, edit it, and check that the rules hold.
+
+    Needs no network and no GPU, and takes a few seconds. Exit status 1 if a check does not hold.
+    """
+    with _quiet():
+        from .testing import SHAPES
+        from .tour import Tour
+
+        if shape not in SHAPES:
+            _refuse(f"there is no tiny shape {shape!r}; the shapes are {', '.join(SHAPES)}.")
+        held = Tour(shape, _console()).run()
+    raise typer.Exit(0 if held else 1)
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A repo id, a directory with a config.json, or tiny:SHAPE (tiny:SHAPE:wrapper).",
+            show_default=False,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+) -> None:
+    """Print the card of a model, read from its config alone: its blocks, its values and its traps.
+
+    Loads no weights. A repo id is looked up in the local cache and, if need be, on the hub.
+    """
+    with _quiet():
+        from .card import read_card
+
+        try:
+            card = read_card(target)
+        except GemloupeError as error:
+            _refuse(str(error))
+    if as_json:
+        typer.echo(card.to_json())
+    else:
+        _console().print(card)
+
+
+def _refuse(reason: str) -> NoReturn:
+    typer.echo(f"gemloupe: {' '.join(reason.split())}", err=True)
+    raise typer.Exit(2)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    # Layouts are written in brackets, which rich would take for its markup.
+    return Console(width=None if wide else _WIDTH_OF_A_FILE, markup=False, highlight=False, emoji=False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the warnings, log lines and progress bars of the libraries below off the terminal."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from huggingface_hub.utils import logging as hub
+        from transformers.utils import logging as transformers
+
+        verbosity, bars = (transformers.get_verbosity(), hub.get_verbosity()), transformers.is_progress_bar_enabled()
+        transformers.set_verbosity_error()
+        hub.set_verbosity_error()
+        transformers.disable_progress_bar()  # the hub's too
+        try:
+            yield
+        finally:
+            transformers.set_verbosity(verbosity[0])
+            hub.set_verbosity(verbosity[1])
+            if bars:
+                transformers.enable_progress_bar()

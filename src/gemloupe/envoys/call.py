@@ -1,0 +1,275 @@
+"""The attention call: queries, keys, values, scores and pattern, at the one moment they are known.
+
+transformers calls its attention function with `(module, queries, keys, values, mask)`, after norms,
+rotary embedding and cache, under every implementation alike. The values are served while the forward
+stands before that call, in any order. What was edited goes back when the block moves on: queries, keys
+and values as the call's inputs, scores and pattern as the call's output.
+
+Scores and pattern are computed here, for the block that is asked. If neither is edited, the function's
+own output stands, bit for bit; where a gradient is wanted it flows through the values served.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from greenlet import getcurrent
+from nnsight.intervention.eproperty import WriteBack
+from nnsight.intervention.interleaver import Event, Mediator, Pending
+
+from ..errors import OutOfOrder
+from ..ledger import version
+from ..served import Served, late_text
+from .mixing import heads_of, pattern_of, read_mask, scores_of
+
+__all__ = ["CALL", "AtCall", "AttentionCall", "HeadOutputs"]
+
+CALL: Final = "source.attention_call"
+
+_ARGUMENT: Final = {"queries": 1, "keys": 2, "values": 3}
+
+
+class StraightThrough(torch.autograd.Function):
+    """The first argument's bits with the second one's gradient."""
+
+    @staticmethod
+    def forward(_ctx: Any, bits: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
+        return bits.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradients[0]
+
+
+class AttentionCall:
+    """One call of one block, as one worker sees it."""
+
+    def __init__(self, host: Any, visit: int, raw: tuple, rows: slice) -> None:
+        self.host = host
+        self.visit = visit
+        self.rows = rows
+        self.raw = raw
+        self.args, self.kwargs = raw
+        self.held: dict[str, torch.Tensor] = {}
+        """What was served, by role; keys and values are copies of this worker's own."""
+        self.computed_from: dict[str, tuple] = {}
+        """The state of queries and keys that scores and pattern were computed from."""
+        self.born: dict[str, int | None] = {role: version(self.args[index]) for role, index in _ARGUMENT.items()}
+        self.written: set[str] = set()
+        """Roles that were assigned."""
+
+    # -- what is served --------------------------------------------------------------------------
+
+    def get(self, role: str) -> torch.Tensor:
+        """The value of a role as it stands, edits of this moment included."""
+        if role in _ARGUMENT:
+            if role not in self.held:
+                value = self.args[_ARGUMENT[role]]
+                self.held[role] = value if role == "queries" else value.clone()
+                self.born[role] = version(self.held[role])
+            return self.held[role]
+        if role == "scores":
+            if "scores" not in self.held or self._stale():
+                self.held.pop("pattern", None)
+                self.held["scores"] = self._scores()
+            return self.held["scores"]
+        if "pattern" not in self.held or self._stale():
+            self.held["pattern"] = pattern_of(self.held["scores"] if "scores" in self.held else self._scores())
+        elif "scores" in self.held and self._edited("scores") and not self._edited("pattern"):
+            self.held["pattern"] = pattern_of(self.held["scores"])
+        return self.held["pattern"]
+
+    def put(self, role: str, new: torch.Tensor) -> None:
+        """Take `new` for a role."""
+        if role == "scores" and "pattern" in self.held and self._edited("pattern"):
+            raise OutOfOrder(
+                f"{self._name('attention_scores')} was written after attention_probabilities, which was edited: "
+                f"the pattern follows from the scores.\nEdit the scores first, then read the pattern."
+            )
+        self.held[role] = new
+        self.written.add(role)
+        if role == "scores":
+            self.held.pop("pattern", None)
+        if role in ("scores", "pattern"):
+            self._remember()
+
+    def _scores(self) -> torch.Tensor:
+        queries, keys = self._current("queries"), self._current("keys")
+        mask = self.args[4] if len(self.args) > 4 else self.kwargs.get("attention_mask")
+        module = self.args[0]
+        implementation = module.config._attn_implementation
+        causal = implementation != "eager" and getattr(module, "is_causal", True)
+        self._remember()
+        return scores_of(
+            queries,
+            keys,
+            self.kwargs.get("scaling", 1.0),
+            read_mask(mask, queries, keys, causal=causal, rows=self.rows),
+        )
+
+    def _current(self, role: str) -> torch.Tensor:
+        return self.held.get(role, self.args[_ARGUMENT[role]])
+
+    def _remember(self) -> None:
+        self.computed_from = {role: self._state(role) for role in ("queries", "keys")}
+
+    def _state(self, role: str) -> tuple:
+        written = id(self.held[role]) if role in self.written else None
+        return written, version(self._current(role)) != self.born[role] and version(self._current(role))
+
+    def _stale(self) -> bool:
+        """Whether queries or keys changed after scores or pattern were computed from them."""
+        moved = any(self._state(role) != known for role, known in self.computed_from.items())
+        if moved and any(self._edited(role) for role in ("scores", "pattern") if role in self.held):
+            raise OutOfOrder(
+                f"{self._name('attention_queries')} or attention_keys was edited after the scores or the pattern "
+                f"that follow from them were edited.\nEdit queries and keys first."
+            )
+        return moved
+
+    def _edited(self, role: str) -> bool:
+        if role in self.written:
+            return True
+        return self.host.interleaver.ledger.changed(self.held[role])
+
+    def _name(self, value: str) -> str:
+        return f"{self.host.standard_path}.{value}"
+
+    # -- what goes back --------------------------------------------------------------------------
+
+    @property
+    def mixes(self) -> bool:
+        """Whether scores or pattern were served, so that the call's output may have to follow them."""
+        return "scores" in self.held or "pattern" in self.held
+
+    def back(self, descriptor: Served) -> WriteBack:
+        """The write-back nnsight performs when the worker moves on."""
+        end = "output" if self.mixes else "input"
+        location = self.host.location(f"{CALL}.{end}")
+        return WriteBack(self.finish, tuple(self.held.values()), descriptor, location, self.visit)
+
+    def finish(self) -> Any:
+        """What goes back at the location of `back`: the call's inputs, or its output."""
+        stale = self.mixes and self._stale()
+        edited = {role for role in self.held if self._edited(role)}
+        self.host.interleaver.ledger.settle(*self.held.values())
+        args = self._arguments(edited)
+        if not self.mixes:
+            return self.raw if args is self.args else (args, self.kwargs)
+        if args is not self.args:
+            self._at("input", Event.SWAP, (args, self.kwargs))
+        output, *rest = raw = self._at("output", Event.VALUE)
+        follows = edited & {"scores", "pattern"}
+        wanted = any(self.held[role].requires_grad for role in ("scores", "pattern") if role in self.held)
+        if not follows and (stale or not wanted):
+            return raw
+        pattern = self._pattern(edited)
+        mixed = heads_of(pattern, self._current("values"))
+        if not follows:
+            return (StraightThrough.apply(output.detach(), mixed), *rest)
+        weights = pattern if rest and rest[0] is not None else None
+        return (mixed, weights, *rest[1:])
+
+    def _pattern(self, edited: set[str]) -> torch.Tensor:
+        from_scores = "scores" in edited and "pattern" not in edited
+        if from_scores or "pattern" not in self.held:
+            self.held["pattern"] = pattern_of(self.held["scores"])
+        return self.held["pattern"]
+
+    def _arguments(self, edited: set[str]) -> tuple:
+        args = self.args
+        for role, index in _ARGUMENT.items():
+            value = self.held.get(role)
+            if value is None or value is args[index]:
+                continue
+            # A copy that carries a gradient goes back unedited too, to be on the path to the logits.
+            if role in edited or value.requires_grad:
+                args = (*args[:index], value, *args[index + 1 :])
+        return args
+
+    def _at(self, end: str, event: Event, *value: Any) -> Any:
+        """Ask for a location at this call's own visit, whichever step the worker has moved on to."""
+        location = self.host.location(f"{CALL}.{end}")
+        return getcurrent().parent.switch(Pending(event, location, self.visit, *value))
+
+
+class HeadOutputs(Served):
+    """`attention_head_outputs`: the call's output, which is read without losing its inputs."""
+
+    def _read(self, obj: Any, mediator: Mediator, state: Any, name: str) -> Any:
+        self._keep_call(obj, mediator, state)
+        return super()._read(obj, mediator, state, name)
+
+    def _write(self, obj: Any, mediator: Mediator, state: Any, name: str, value: torch.Tensor) -> None:
+        self._keep_call(obj, mediator, state)
+        super()._write(obj, mediator, state, name, value)
+
+    def _keep_call(self, obj: Any, mediator: Mediator, state: Any) -> None:
+        visit = self._visit(obj, mediator, state)
+        entrance = obj.location(f"{CALL}.input")
+        if mediator.occurrence(entrance) <= visit and not _is_call(state.call, obj, visit):
+            state.call = AttentionCall(obj, visit, Mediator.value(entrance), rows_of(obj, mediator))
+
+
+def _is_call(call: AttentionCall | None, host: Any, visit: int) -> bool:
+    return call is not None and call.host is host and call.visit == visit
+
+
+class AtCall(Served):
+    """A value of the attention call, by its role there."""
+
+    def __init__(self, role: str, **options: Any) -> None:
+        super().__init__(f"{CALL}.input", **options)
+        self.role = role
+
+    def _read(self, obj: Any, mediator: Mediator, state: Any, name: str) -> Any:
+        call, late = self._call(obj, mediator, state, name, "read")
+        value = call.get(self.role)
+        ledger = obj.interleaver.ledger
+        if late:
+            # The call is over: what it was given is still known, and editing it comes too late.
+            ledger.watch(value, name)
+            return value
+        ledger.watch(value, name)
+        mediator.transform = call.back(self)
+        return self.marked(value)
+
+    def _write(self, obj: Any, mediator: Mediator, state: Any, name: str, value: torch.Tensor) -> None:
+        call, late = self._call(obj, mediator, state, name, "write")
+        if late:
+            raise OutOfOrder(late_text(name, state.last, "write"))
+        current = call.get(self.role)
+        if value is not current:
+            self.accept(obj, name, value, current)
+            value = value.clone()
+            call.put(self.role, value)
+            obj.interleaver.ledger.watch(value, name)
+        mediator.transform = call.back(self)
+
+    def _call(self, obj: Any, mediator: Mediator, state: Any, name: str, what: str) -> tuple[AttentionCall, bool]:
+        """The call of the present visit, and whether the forward has passed it."""
+        visit = self._visit(obj, mediator, state)
+        location = self._location(obj)
+        call = state.call
+        known = _is_call(call, obj, visit)
+        if self._is_late(obj, mediator, state, location):
+            if not known:
+                raise OutOfOrder(late_text(name, state.last, what))
+            return call, True
+        if known:
+            waiting = mediator.transform
+            if waiting is not None and waiting.fn != call.finish:
+                mediator.flush()
+            return call, False
+        raw = Mediator.value(location)
+        state.call = AttentionCall(obj, visit, raw, rows_of(obj, mediator))
+        return state.call, False
+
+
+def rows_of(host: Any, mediator: Mediator) -> slice:
+    """The rows of the batch that are this worker's."""
+    group, batcher = mediator.batch_group, host.interleaver.batcher
+    if group is None or batcher is None or not batcher.batching:
+        return slice(None)
+    return slice(group[0], group[0] + group[1])

@@ -1,0 +1,87 @@
+"""The attention's arithmetic, for the block that is asked for its scores or its pattern.
+
+    scores  = scaling * queries @ keys^T, masked
+    pattern = softmax(scores) over the keys, in float32
+    heads   = pattern @ values
+
+Queries are grouped over key heads without copying the keys. The source is transformers'
+`eager_attention_forward`; a fused kernel computes the same and keeps none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Mask", "heads_of", "pattern_of", "read_mask", "scores_of"]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What may be seen: `visible` (boolean) or `added` (to the scores), broadcasting to
+    `[batch heads query key]`; neither where everything is visible."""
+
+    visible: torch.Tensor | None = None
+    added: torch.Tensor | None = None
+
+
+def read_mask(mask: Any, queries: torch.Tensor, keys: torch.Tensor, *, causal: bool, rows: slice) -> Mask:
+    """The mask of one attention call, whichever form the implementation gave it.
+
+    A boolean or an additive tensor, flex attention's `BlockMask` (of the whole batch, cut to `rows`), or
+    nothing: sdpa is then causal by a flag (`integrations.sdpa_attention.sdpa_attention_forward`).
+    """
+    length, total = queries.shape[-2], keys.shape[-2]
+    if mask is None:
+        if not causal or length == 1:
+            return Mask()
+        ones = torch.ones(length, total, dtype=torch.bool, device=queries.device)
+        return Mask(visible=ones.tril())
+    if isinstance(mask, torch.Tensor):
+        mask = mask[..., :total]
+        return Mask(visible=mask) if mask.dtype == torch.bool else Mask(added=mask)
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads = mask.shape[:2]
+    dense = create_mask(mask.mask_mod, batch, heads, length, total, device=str(queries.device))
+    return Mask(visible=dense if batch == 1 else dense[rows])
+
+
+def scores_of(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask: Mask) -> torch.Tensor:
+    """The scaled, masked scores, `[batch heads query key]`."""
+    scores = _grouped(queries, keys).matmul(keys.transpose(-1, -2))
+    scores = scores.view(*queries.shape[:3], keys.shape[-2])
+    if scaling != 1.0:
+        scores = scores * scaling
+    if mask.added is not None:
+        return scores + mask.added
+    if mask.visible is not None:
+        return scores.masked_fill(~mask.visible, -torch.inf)
+    return scores
+
+
+def pattern_of(scores: torch.Tensor) -> torch.Tensor:
+    """The pattern, `[batch heads query key]`: softmax in float32, in the scores' dtype.
+
+    A row that sees nothing (padding under a fused kernel) is zero, as the kernel leaves it.
+    """
+    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32)
+    blind = scores.amax(-1, keepdim=True) == -torch.inf
+    if bool(blind.any()):
+        pattern = pattern.masked_fill(blind, 0.0)
+    return pattern.to(scores.dtype)
+
+
+def heads_of(pattern: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Each head's mix of values, `[batch query heads head_dim]`."""
+    mixed = _grouped(pattern, values).matmul(values)
+    return mixed.view(*pattern.shape[:3], values.shape[-1]).transpose(1, 2).contiguous()
+
+
+def _grouped(by_head: torch.Tensor, by_kv_head: torch.Tensor) -> torch.Tensor:
+    """`[batch heads query n]` as `[batch kv_heads group*query n]`: the heads that share a key head together."""
+    batch, heads, length, width = by_head.shape
+    kv_heads = by_kv_head.shape[1]
+    return by_head.reshape(batch, kv_heads, heads // kv_heads * length, width)

@@ -1,0 +1,197 @@
+"""What surprises people in a Gemma 4 model, as short sentences made from its plan.
+
+Each trap is a function of the plan that answers with its sentence, or with `None` where the model does not
+have it. What no plan decides (it is so on every Gemma 4) is in the sentences too, where it is forgotten most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Final
+
+from .plan import BlockPlan, ModelPlan
+from .support import spans
+
+__all__ = ["traps"]
+
+
+def traps(plan: ModelPlan) -> tuple[str, ...]:
+    """The traps of a model, one sentence or two each, the widest-reaching first."""
+    found = (trap(plan) for trap in _TRAPS)
+    return tuple(sentence for sentence in found if sentence is not None)
+
+
+def _scaled_sum(_plan: ModelPlan) -> str:
+    return (
+        "`layer_scalar` multiplies the whole sum at the end of a block: `attention_output` and `mlp_output` are "
+        "contributions before it, and `layer_output` is not the plain sum of what was added."
+    )
+
+
+def _borrowed_keys(plan: ModelPlan) -> str | None:
+    borrowers = [block for block in plan.blocks if block.borrows_keys]
+    if not borrowers:
+        return None
+    sources = " and ".join(
+        f"block {source}'s on {kind} ones"
+        for kind, source in dict.fromkeys((block.kind, block.kv_source) for block in borrowers)
+    )
+    return (
+        f"{_named(borrowers, 'No keys or values are computed on')}, which attend with {sources}. To change those "
+        f"for every borrower, edit the source's `own_keys` or `own_values`; `attention_keys` and "
+        f"`attention_values` change one block."
+    )
+
+
+def _sliced_prompt(plan: ModelPlan) -> str | None:
+    borrowers = [block for block in plan.blocks if block.borrows_keys]
+    if not borrowers:
+        return None
+    return (
+        f"{_named(borrowers, 'In `generate` transformers runs')} on the last position of the prompt alone, so a "
+        f"plain hook there sees one row of it."
+    )
+
+
+def _values_from_keys(plan: ModelPlan) -> str | None:
+    if not any(block.values_from_keys for block in plan.blocks):
+        return None
+    return (
+        "Full blocks have no `v_proj`: their values are `v_norm(k_proj(x))`, without rotary embedding, so a change "
+        "of `k_proj` changes keys and values."
+    )
+
+
+def _head_sizes(plan: ModelPlan) -> str | None:
+    sizes = _by_kind(plan)
+    said = []
+    if len({block.head_dim for block in sizes.values()}) > 1:
+        widths = _each({kind: block.head_dim for kind, block in sizes.items()})
+        said.append(f"`head_dim` is {widths}, so read it off the block.")
+    if len({block.num_kv_heads for block in sizes.values()}) > 1:
+        heads = _each({kind: block.num_kv_heads for kind, block in sizes.items()})
+        said.append(f"`num_kv_heads` is {heads}.")
+    products = {kind: block.num_heads * block.head_dim for kind, block in sizes.items()}
+    if any(product != plan.hidden_size for product in products.values()):
+        said.append(
+            f"The heads together are {_each(products)}, which is not the hidden size, {plan.hidden_size}."
+        )
+    return " ".join(said) or None
+
+
+def _double_wide(plan: ModelPlan) -> str | None:
+    wide = [block for block in plan.blocks if block.intermediate_size != plan.intermediate_size]
+    if not wide:
+        return None
+    return (
+        f"{_named(wide, f'The MLP is {wide[0].intermediate_size} wide on')} and {plan.intermediate_size} elsewhere: "
+        f"read `intermediate_size` off the block."
+    )
+
+
+def _per_layer_inputs(plan: ModelPlan) -> str | None:
+    if plan.per_layer_input_size is None:
+        return None
+    slots = " An image's slots take the pad token's." if plan.has_vision else ""
+    return (
+        "A token enters every block once more, through its per-layer embedding: to replace a token, write "
+        f"`token_embeddings` and `per_layer_token_inputs`.{slots}"
+    )
+
+
+def _mixture(plan: ModelPlan) -> str | None:
+    block = next((block for block in plan.blocks if block.has_experts), None)
+    if block is None:
+        return None
+    return (
+        f"Each token goes to {block.top_k} of {block.num_experts} experts and through a dense MLP beside them: "
+        f"`mlp_neurons` are the dense MLP's alone, `mlp_output` has both. `router_logits` are before the softmax; "
+        f"what transformers calls so are probabilities."
+    )
+
+
+def _capped_logits(plan: ModelPlan) -> str | None:
+    if plan.logit_cap is None:
+        return None
+    cap = f"{plan.logit_cap:g}"
+    return (
+        f"`logits` are soft-capped, {cap} * tanh(raw / {cap}); `raw_logits` are not. A logit lens needs the final "
+        f"norm and the cap: `project_on_vocab` has both."
+    )
+
+
+def _scaled_embeddings(plan: ModelPlan) -> str:
+    scale = f"{math.sqrt(plan.hidden_size):.2f}"
+    soft = ", what an image puts in their place is not" if plan.has_vision else ""
+    return f"`token_embeddings` are scaled by sqrt({plan.hidden_size}) = {scale}{soft}."
+
+
+def _tied_head(plan: ModelPlan) -> str | None:
+    return "`lm_head` has the embedding's own weight: a change of one is a change of both." if plan.tied else None
+
+
+def _looking_ahead(plan: ModelPlan) -> str | None:
+    if plan.bidirectional == "all":
+        return "Attention is not causal: every token sees the ones after it."
+    if plan.bidirectional is None or not plan.has_vision:
+        return None
+    # transformers 5.24: `create_masks_for_generate` against `create_masks_for_vision_model`.
+    where = "on every block" if plan.model_type == "gemma4_unified_text" else "on sliding blocks alone"
+    return (
+        f"The tokens of one image attend to each other in both directions, {where}, if the call is given "
+        f"`mm_token_type_ids`; without them attention is causal."
+    )
+
+
+def _unscaled_scores(_plan: ModelPlan) -> str:
+    return "Attention scores are not divided by sqrt(head_dim): `q_norm` and `k_norm` decide their size."
+
+
+def _partly_rotated(plan: ModelPlan) -> str | None:
+    for kind, block in _by_kind(plan).items():
+        turned = block.rotary.rotated
+        if turned != block.head_dim:
+            return (
+                f"On {kind} blocks {turned} of a head's {block.head_dim} coordinates turn with the position: "
+                f"0-{turned // 2 - 1} and {block.head_dim // 2}-{block.head_dim // 2 + turned // 2 - 1}."
+            )
+    return None
+
+
+_TRAPS: Final[tuple[Callable[[ModelPlan], str | None], ...]] = (
+    _scaled_sum,
+    _borrowed_keys,
+    _sliced_prompt,
+    _values_from_keys,
+    _head_sizes,
+    _double_wide,
+    _per_layer_inputs,
+    _mixture,
+    _capped_logits,
+    _scaled_embeddings,
+    _tied_head,
+    _looking_ahead,
+    _unscaled_scores,
+    _partly_rotated,
+)
+
+
+def _named(blocks: list[BlockPlan], before: str) -> str:
+    """`before`, then the blocks by number."""
+    noun = "block" if len(blocks) == 1 else "blocks"
+    return f"{before} {noun} {spans(tuple(block.index for block in blocks))}"
+
+
+def _by_kind(plan: ModelPlan) -> dict[str, BlockPlan]:
+    """A block of each kind, which has the attention sizes of all of its kind."""
+    first = {block.kind: block for block in reversed(plan.blocks)}
+    return {kind: first[kind] for kind in ("sliding", "full") if kind in first}
+
+
+def _each(sizes: dict[str, int]) -> str:
+    """`16 on sliding blocks and 32 on full ones`, or one number where they agree."""
+    if len(set(sizes.values())) == 1:
+        return str(next(iter(sizes.values())))
+    (one, its), (other, theirs) = sizes.items()
+    return f"{its} on {one} blocks and {theirs} on {other} ones"
