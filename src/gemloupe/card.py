@@ -1,7 +1,7 @@
 """The model card: what a config says of a model, its blocks, its values and its traps. No weights, no module.
 
-    card = read_card("google/gemma-4-E2B")
-    print(card.plan.num_parameters, card.traps)
+card = read_card("google/gemma-4-E2B")
+print(card.plan.num_parameters, card.traps)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TINY: Final = "tiny:"
 
 
 def read_card(target: str) -> Card:
-    """The card of a repo id, a directory with a config.json, or a tiny model (`tiny:e2b`, `tiny:e2b:wrapper`).
+    """The card of a repo id, a directory with a config.json, or `tiny:SHAPE`, `tiny:SHAPE:wrapper`.
 
     Raises: LoadError, where there is no config or it cannot be read; UnsupportedModel, for a model that this
     package does not know; BadArgument, for an unknown tiny model.
@@ -64,7 +64,7 @@ class Card:
         return traps(self.plan)
 
     def to_json(self) -> str:
-        """The card as a JSON object: the plan's fields, with `target`, `num_parameters`, `values` and `traps`."""
+        """The card as a JSON object: the plan's fields, and `target`, `num_parameters`, `values`, `traps`."""
         facts = asdict(self.plan)
         blocks = facts.pop("blocks")
         values = [
@@ -112,8 +112,10 @@ def _tiny_config(target: str) -> Any:
 
     shape, _, rest = target.removeprefix(_TINY).partition(":")
     if shape not in SHAPES or rest not in ("", "wrapper"):
-        raise BadArgument(f"there is no {target}; the tiny models are {', '.join(_TINY + s for s in SHAPES)}, "
-                          f"each also as the whole multimodal model, as in {_TINY}{SHAPES[0]}:wrapper.")
+        raise BadArgument(
+            f"there is no {target}; the tiny models are {', '.join(_TINY + s for s in SHAPES)}, "
+            f"each also as the whole multimodal model, as in {_TINY}{SHAPES[0]}:wrapper."
+        )
     return tiny_config(shape, wrapper=rest == "wrapper")
 
 
@@ -222,9 +224,11 @@ def _block_table(plan: ModelPlan) -> Table:
         "head_dim": lambda block, _: str(block.head_dim),
         "MLP width": lambda block, _: str(block.intermediate_size),
         "keys and values": lambda block, _: _keys(block),
-        "experts": lambda block, _: f"{block.top_k} of {block.num_experts}, {block.expert_intermediate_size} wide"
-        if block.has_experts
-        else "",
+        "experts": lambda block, _: (
+            f"{block.top_k} of {block.num_experts}, {block.expert_intermediate_size} wide"
+            if block.has_experts
+            else ""
+        ),
         "per-layer input": lambda block, _: str(block.per_layer_input_size or ""),
     }
     cells = {name: [cell(group[0], group) for group in groups.values()] for name, cell in columns.items()}

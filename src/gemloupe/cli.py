@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["app"]
 
 # Where nobody looks on, rich assumes 80 columns, too few for the table of blocks.
-_WIDTH_OF_A_FILE = 110
+_WIDTH_OF_A_FILE = 120
 
 app = typer.Typer(
     name="gemloupe",
@@ -62,11 +62,11 @@ def tour(
     """
     with _quiet():
         from .testing import SHAPES
-        from .tour import Tour
+        from .tour import take_tour
 
         if shape not in SHAPES:
             _refuse(f"there is no tiny shape {shape!r}; the shapes are {', '.join(SHAPES)}.")
-        held = Tour(shape, _console()).run()
+        held = take_tour(shape, _console())
     raise typer.Exit(0 if held else 1)
 
 
@@ -119,7 +119,10 @@ def _quiet() -> Iterator[None]:
         from huggingface_hub.utils import logging as hub
         from transformers.utils import logging as transformers
 
-        verbosity, bars = (transformers.get_verbosity(), hub.get_verbosity()), transformers.is_progress_bar_enabled()
+        verbosity, bars = (
+            (transformers.get_verbosity(), hub.get_verbosity()),
+            transformers.is_progress_bar_enabled(),
+        )
         transformers.set_verbosity_error()
         hub.set_verbosity_error()
         transformers.disable_progress_bar()  # the hub's too

@@ -75,6 +75,8 @@ class WorkerState:
     moment: tuple[str, str, int] | None = None
     raw: Any = None
     call: Any = None
+    trusted: bool = False
+    """The worker is the library's own and edits nothing it is served in place."""
 
     def anchor(self, location: str) -> Any:
         """What the anchor of the present moment held, or `None` where it had passed."""
@@ -84,15 +86,16 @@ class WorkerState:
 class Ledger:
     """The bookkeeping of one run, shared by all its workers."""
 
-    def __init__(self, interleaver: Any) -> None:
-        self._interleaver = weakref.proxy(interleaver)
+    def __init__(self, interleaver: StandardInterleaver) -> None:
+        self._owner = weakref.ref(interleaver)
         self._states: dict[Mediator, WorkerState] = {}
         self._watched: list[Watched] = []
 
     def waiting(self) -> list[torch.Tensor]:
         """The views whose moment has not ended: some worker's write-back still waits for them."""
+        owner = self._owner()
         views: list[Any] = []
-        for mediator in self._interleaver.mediators:
+        for mediator in owner.mediators if owner is not None else ():
             if mediator.transform is not None:
                 view = mediator.transform.view
                 views.extend(view if isinstance(view, tuple) else (view,))
@@ -105,9 +108,13 @@ class Ledger:
             state = self._states[mediator] = WorkerState()
         return state
 
+    def states(self) -> list[WorkerState]:
+        """The states of all workers of the run so far."""
+        return list(self._states.values())
+
     def watch(self, tensor: Any, name: str) -> None:
         """Remember a tensor that was handed out under `name`."""
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, torch.Tensor) or self._trusted():
             return
         now = version(tensor)
         if now is not None:
@@ -122,6 +129,8 @@ class Ledger:
 
         Every other tensor that changed since its own moment ended was edited too late.
         """
+        if self._trusted():
+            return False
         edited = [tensor for tensor in tensors if self.changed(tensor)]
         for tensor in edited:
             for other, watched in self._alive():
@@ -141,6 +150,10 @@ class Ledger:
                     f"read; to compute with it instead, work on a copy: `x = ....clone()`."
                 )
 
+    def _trusted(self) -> bool:
+        mediator = running(self._owner())
+        return mediator is not None and self.of(mediator).trusted
+
     def _alive(self) -> Iterator[tuple[torch.Tensor, Watched]]:
         alive = [(entry.tensor(), entry) for entry in self._watched]
         if any(tensor is None for tensor, _ in alive):
@@ -158,6 +171,8 @@ class StandardInterleaver(Interleaver):
         """What the run's call is given: the tokens and mask that are really fed."""
         self.generating = False
         """Whether the run is a `generate`, whose text grows."""
+        self.full_prefill = False
+        """Whether blocks that borrow keys and values are to see the whole prompt."""
 
     def __enter__(self) -> StandardInterleaver:
         self.ledger = Ledger(self)
@@ -180,4 +195,4 @@ class StandardInterleaver(Interleaver):
         # The states hold workers, whose scopes hold the model and the tensors of the run.
         self.ledger = Ledger(self)
         self.encoding = {}
-        self.generating = False
+        self.generating = self.full_prefill = False

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .errors import UnknownName
+from .errors import Unavailable, UnknownName
 from .references import Reference
 from .served import Served, served_values
 
-__all__ = ["find", "parse"]
+__all__ = ["expand", "find", "parse"]
 
 _TOKEN = re.compile(r"\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\.(\d+)")
 
@@ -59,3 +59,45 @@ def find(model: Any, value: str | Reference) -> tuple[Any, Served | None]:
             return host, None  # a fact, or one of nnsight's own values
         host = getattr(host, token)
     return host, None
+
+
+_MANY = re.compile(r"\.\*(?=\.|$)|\[\*\]|\[(-?\d*):(-?\d*)(?::(-?\d+))?\]")
+
+
+def expand(model: Any, value: str | Reference) -> list[str]:
+    """The places a path or pattern names, in block order.
+
+    `layers.*.layer_output` and `layers[*].layer_output` mean every block, `layers[3:9]` blocks 3 to 8, with
+    Python's meaning of a slice. A pattern leaves out the blocks that lack the value.
+
+    Raises: UnknownName; Unavailable, for a path that is not there or a pattern that is nowhere there.
+    """
+    text = str(value)
+    match = _MANY.search(text)
+    if match is None:
+        host, served = find(model, text)
+        if served is None:
+            raise UnknownName(f"{text} is a module or a fact, not a value.")
+        reason = served.why_not(host)
+        if reason is not None:
+            raise Unavailable(f"{served.path_on(host)}: {reason}")
+        return [served.path_on(host)]
+    before, after = text[: match.start()], text[match.end() :]
+    container, served = find(model, before)
+    if served is not None or not hasattr(container, "__len__"):
+        raise UnknownName(f"{text}: {before} is not a list of blocks.")
+    start, stop, step = (int(part) if part else None for part in match.groups())
+    places: list[str] = []
+    refusal: Unavailable | None = None
+    for index in range(*slice(start, stop, step).indices(len(container))):
+        try:
+            places += expand(model, f"{before}[{index}]{after}")
+        except Unavailable as error:
+            refusal = refusal or error
+    if not places:
+        if refusal is not None:
+            raise refusal
+        raise UnknownName(
+            f"{text} names no block: the stack has {len(container)}, 0 to {len(container) - 1}."
+        )
+    return places

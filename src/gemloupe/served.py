@@ -26,7 +26,18 @@ from .layouts import LAYOUTS, Layout
 from .ledger import running, same_view
 from .references import Reference
 
-__all__ = ["Argument", "Field", "Item", "Keyword", "Moment", "Served", "Whole", "served", "served_values"]
+__all__ = [
+    "Argument",
+    "Field",
+    "Item",
+    "Keyword",
+    "Moment",
+    "TokenMask",
+    "Served",
+    "Whole",
+    "served",
+    "served_values",
+]
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,23 @@ class Keyword:
     def put(self, raw: Any, new: Any) -> Any:
         args, kwargs = raw
         return args, {**kwargs, self.name: new}
+
+
+@dataclass(frozen=True)
+class TokenMask(Keyword):
+    """The mask of real tokens; transformers leaves it out of a call in which every token is real."""
+
+    name: str = "attention_mask"
+
+    def take(self, raw: Any) -> Any:
+        _, kwargs = raw
+        if kwargs.get(self.name) is not None:
+            return super().take(raw)
+        ids, places = kwargs.get("input_ids", kwargs.get("inputs_embeds")), kwargs.get("position_ids")
+        if ids is None:
+            return super().take(raw)
+        total = ids.shape[1] if places is None else int(places.max()) + 1  # cached tokens included
+        return ids.new_ones(ids.shape[0], total, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

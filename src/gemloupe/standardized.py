@@ -9,7 +9,7 @@ from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
 
-from . import lens, steering, support
+from . import capture, lens, steering, support
 from .batching import StandardBatcher
 from .envoys.base import StandardEnvoy
 from .envoys.root import Root
@@ -19,6 +19,7 @@ from .loading import check_weights, read_config, text_config
 from .prompts import check_prompt
 from .tokens import find_tokenizer
 from .tracer import StandardTracer
+from .workers import keep_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -158,12 +159,22 @@ class StandardizedTransformer(Root, TransformersModel):
         """Add `factor * vector` to a value of some blocks. See `gemloupe.steering.steer`."""
         return steering.steer(self, layers, vector, factor, positions=positions, at=at, when=when)
 
+    def collect(self, inputs: Any, values: capture.Values, **options: Any) -> capture.Collected:
+        """Run one forward and capture any set of values, in no order. See `gemloupe.capture.collect`."""
+        return capture.collect(self, inputs, values, **options)
+
+    def record(self, values: capture.Values, **options: Any) -> capture.Collected:
+        """Capture values of the open trace beside the block, in no order. See `gemloupe.capture.record`."""
+        return capture.record(self, values, **options)
+
     # -- running ---------------------------------------------------------------------------------
 
     def trace(self, *inputs: Any, **kwargs: Any) -> Any:
         """Open a trace: one forward, beside which the block reads and edits values.
 
-        As nnsight's `trace`, whose arguments it takes.
+        As nnsight's `trace`, whose arguments it takes. `generate` opens one over a whole generation; there
+        `full_prefill=False` asks for transformers' fast path, in which the blocks that borrow keys and
+        values (E2B, E4B) run on the last prompt position alone.
         """
         if kwargs.get("tracer_cls") is None:
             kwargs["tracer_cls"] = StandardTracer
@@ -173,7 +184,16 @@ class StandardizedTransformer(Root, TransformersModel):
         if not self.dispatched and not _faking():
             self.dispatch()
         self._instrument()
+        if kwargs.get("batcher") is None:
+            kwargs.pop("full_prefill", None)  # an untraced call runs as transformers runs it
+        elif self.interleaver.full_prefill and self._drops_prompt():
+            self.interleaver.mediators.append(keep_prompt(self))
         return super().interleave(fn, *args, **kwargs)
+
+    def _drops_prompt(self) -> bool:
+        """Whether this transformers release drops prompt positions before blocks that borrow."""
+        borrows = any(block.borrows_keys for block in self.plan.blocks)
+        return borrows and self.stack.labels["drop_prompt"] is not None
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         args, kwargs = super()._batch(invokes, fn)

@@ -108,7 +108,7 @@ _VISION: Final[dict[str, Any]] = {
     "head_dim": 16,
     "patch_size": 4,
     "pooling_kernel_size": 2,
-    "position_embedding_size": 32,
+    "position_embedding_size": 64,
     "use_clipped_linears": False,
     "standardize": True,
 }
@@ -132,7 +132,7 @@ _UNIFIED_VISION: Final[dict[str, Any]] = {
     "patch_size": 4,
     "pooling_kernel_size": 2,
     "mm_embed_dim": 24,
-    "mm_posemb_size": 32,
+    "mm_posemb_size": 64,
     "output_proj_dims": 24,
 }
 _UNIFIED_AUDIO: Final[dict[str, Any]] = {"audio_embed_dim": 20}

@@ -18,75 +18,88 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from rich.tree import Tree
 
-from .standardized import StandardizedTransformer
-from .support import SupportRow, spans
 from .testing import tiny, tiny_module
+from .tree import names_tree
 
 __all__ = ["Check", "take_tour"]
 
 PROMPT: Final = "The capital of France is"
+NEW_TOKENS: Final = 8
 MIXTURE: Final = "26b-a4b"
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """Something that must hold: what it compares, and the largest difference that was found."""
+
+    name: str
+    compares: str
+    difference: float
+    allowed: float
+    felt: bool = True
+    """Whether what was done shows at all: two runs that an edit does not reach agree as well."""
+
+    @property
+    def held(self) -> bool:
+        """Whether it holds; a difference that is no number does not."""
+        return self.felt and self.difference <= self.allowed
 
 
 def take_tour(shape: str, console: Console) -> bool:
     """Show what a tiny model of this shape is and does; whether every check on the way held."""
     with torch.no_grad():
         model, bare = tiny(shape), tiny_module(shape)
-        _say(console, f"A tiny {shape}", f"{model.num_layers} blocks, random weights, as transformers runs them")
+        show_names(console, model, shape)
+        show_values(console, model)
         checks = [
-            *_names(console, model),
-            *_reading(console, model, bare),
-            *_identity(console, model),
-            *_lens(console, model),
-            *_editing(console, model, bare),
-            *_routing(console, model if shape == MIXTURE else tiny(MIXTURE)),
-            *_steering(console, model, bare),
+            *show_sums(console, model, bare),
+            *show_lens(console, model),
+            *show_edit(console, model, bare),
+            *show_routing(console, tiny(MIXTURE), tiny_module(MIXTURE)),
+            *show_steering(console, model, bare),
         ]
-    _say(console, "What held", f"{sum(check.held for check in checks)} of {len(checks)} checks")
-    console.print(_verdict(checks))
-    return all(check.held for check in checks)
+    held = sum(check.held for check in checks)
+    _heading(console, f"What held: {held} of {len(checks)}")
+    _indented(console, _verdict(checks))
+    return held == len(checks)
 
 
-# -- the code that is shown: each function's body is printed before it runs ----------------------
+# -- what is run; `_code` prints the traces of these functions as they stand here ----------------
 
 
-def read(model: Any, block: int) -> dict[str, torch.Tensor]:
+def read(model: Any, block: int) -> tuple[torch.Tensor, ...]:
     with model.trace(PROMPT):
+        embeddings = model.token_embeddings.save()
         middle = model.layers[block].mid_stream.save()
         neurons = model.layers[block].mlp.mlp_neurons.save()
-        added = model.layers[block].mlp.mlp_output.save()
-        after = model.layers[block].layer_output.save()
+        stream = model.layers[block].layer_output.save()
         logits = model.logits.save()
-    return {
-        "mid_stream": middle,
-        "mlp_neurons": neurons,
-        "mlp_output": added,
-        "layer_output": after,
-        "logits": logits,
-    }
+    return embeddings, middle, neurons, stream, logits
 
 
-def read_every_block(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    pairs = []
+def add_up(model: Any) -> tuple[list[Pair], list[Pair], torch.Tensor]:
+    middles, streams = [], []
     with model.trace(PROMPT):
         for layer in model.layers:
-            stream = layer.layer_input + layer.self_attn.attention_output
-            stream = stream + layer.mlp.mlp_output
+            total = layer.layer_input + layer.self_attn.attention_output
+            middles.append((total.save(), layer.mid_stream.save()))
+            total = total + layer.mlp.mlp_output
             if layer.has_per_layer_input:
-                stream = stream + layer.per_layer_output
-            pairs.append(((stream * layer.layer_scalar).save(), layer.layer_output.save()))
-    return pairs
+                total = total + layer.per_layer_output
+            streams.append(((total * layer.layer_scalar).save(), layer.layer_output.save()))
+        logits = model.logits.save()
+    return middles, streams, logits
 
 
 def look_through_the_lens(model: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
-    streams = []
+    answers = []
     with model.trace(PROMPT):
-        for layer in model.layers:
-            streams.append(layer.layer_output.save())
+        answers.extend(model.project_on_vocab(layer.layer_output).save() for layer in model.layers)
         logits = model.logits.save()
-    return streams, logits
+    return answers, logits
 
 
 def silence_an_mlp(model: Any, block: int) -> torch.Tensor:
@@ -96,22 +109,229 @@ def silence_an_mlp(model: Any, block: int) -> torch.Tensor:
     return logits
 
 
-def read_the_routing(model: Any, block: int) -> dict[str, torch.Tensor]:
+def route(model: Any, block: int) -> tuple[torch.Tensor, ...]:
     with model.trace(PROMPT):
-        probabilities = model.layers[block].mlp.router_probabilities.save()
-        chosen = model.layers[block].mlp.expert_indices.save()
-        outputs = model.layers[block].mlp.expert_outputs.save()
-        total = model.layers[block].mlp.routed_output.save()
-    return {
-        "router_probabilities": probabilities,
-        "expert_indices": chosen,
-        "expert_outputs": outputs,
-        "routed_output": total,
-    }
+        mlp = model.layers[block].mlp
+        shared = mlp.shared_expert_output.save()
+        probabilities = mlp.router_probabilities.save()
+        outputs = mlp.expert_outputs.save()
+        routed = mlp.routed_output.save()
+        added = mlp.mlp_output.save()
+    return shared, probabilities, outputs, routed, added
 
 
-def steer_a_text(model: Any, block: int, vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    with model.generate(PROMPT, max_new_tokens=8, do_sample=False) as tracer:
-        report = model.steer(block, vector, factor=2.0)
+def steer(model: Any, block: int, vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    with model.generate(PROMPT, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS) as tracer:
+        report = model.steer(block, vector, factor=4.0)
         tokens = tracer.result.save()
     return tokens, report
+
+
+# -- the steps: each shows something, and answers with what it checked ---------------------------
+
+
+def show_names(console: Console, model: Any, shape: str) -> None:
+    """The tree of standard names, and what the model says of a name that it lacks."""
+    size = f"{model.num_layers} blocks, hidden {model.hidden_size}, random weights"
+    _heading(console, f"A tiny {shape}: {size}")
+    support = model.support()
+    _indented(console, names_tree(support))
+    absent = next((row.path.replace("[i]", "[0]") for row in support if not row.available), None)
+    if absent is not None:
+        _indented(console, Text(f"No model.{absent}: {' '.join(str(model.why_not(absent)).split())}"))
+
+
+def show_values(console: Console, model: Any) -> None:
+    """A trace, and the shapes of what it read."""
+    block = model.num_layers // 2
+    layer = model.layers[block]
+    _heading(console, f"A trace (block = {block})")
+    _code(console, read)
+    names = (
+        model.token_embeddings,
+        layer.mid_stream,
+        layer.mlp.mlp_neurons,
+        layer.layer_output,
+        model.logits,
+    )
+    table = Table("value", "layout", "shape", box=None, header_style="dim", pad_edge=False)
+    for name, value in zip(names, read(model, block), strict=True):
+        table.add_row(name.path, str(name.layout), " x ".join(map(str, value.shape)))
+    _indented(console, table)
+
+
+def show_sums(console: Console, model: Any, bare: Any) -> list[Check]:
+    """Every block's stream is the sum of its named parts, and reading them moves no logit."""
+    _heading(console, "Every block adds up")
+    _code(console, add_up)
+    middles, streams, logits = add_up(model)
+    branch = " + per_layer_output" if model.layers[0].has_per_layer_input else ""
+    total = f"(layer_input + attention_output + mlp_output{branch}) * layer_scalar"
+    unread = [(logits, _logits(bare, model))]
+    checks = [
+        _equal(f"the middle of {len(middles)} blocks", "layer_input + attention_output, mid_stream", middles),
+        _equal(f"the identity of {len(streams)} blocks", f"{total}, layer_output", streams),
+        _equal("a read changes nothing", "logits with all that read, those of the bare model", unread),
+    ]
+    _indented(console, Text(f"Largest difference in {len(streams)} blocks: {checks[1].difference:g}"))
+    return checks
+
+
+def show_lens(console: Console, model: Any) -> list[Check]:
+    """The logit lens: what each block's stream would answer."""
+    _heading(console, "A logit lens (the weights are random, so the tokens mean nothing)")
+    _code(console, look_through_the_lens)
+    projected, logits = look_through_the_lens(model)
+    table = Table("after block", "likeliest next tokens", box=None, header_style="dim", pad_edge=False)
+    for block, answer in enumerate(projected):
+        top = model.top_tokens(answer[0, -1], k=4)
+        words = [f"{token!r} {float(p):.0%}" for token, p in zip(top.tokens, top.probabilities, strict=True)]
+        table.add_row(str(block), "  ".join(f"{word:<12}" for word in words))
+    _indented(console, table)
+    compares = "project_on_vocab of the last layer_output, logits"
+    return [_equal("the lens ends at the logits", compares, [(projected[-1], logits)])]
+
+
+def show_edit(console: Console, model: Any, bare: Any) -> list[Check]:
+    """An edit, against the same edit by a PyTorch hook; afterwards the model is as it was."""
+    block = model.num_layers // 2
+    _heading(console, f"An edit (block = {block})")
+    _code(console, silence_an_mlp)
+    before, edited = _logits(bare, model), silence_an_mlp(model, block)
+    with _hook(bare.model.layers[block].post_feedforward_layernorm, torch.zeros_like):
+        by_hand = _logits(bare, model)
+    *_, after = read(model, block)
+    moved = float((edited - before).abs().max())
+    _indented(console, Text(f"The logits move by up to {moved:.3f}."))
+    return [
+        _equal(
+            "an edit is causal",
+            "logits with the MLP at zero, those of a plain hook",
+            [(edited, by_hand)],
+            felt=moved > 0,
+        ),
+        _equal(
+            "an edit ends with its trace",
+            "logits of the next trace, those of the bare model",
+            [(after, before)],
+        ),
+    ]
+
+
+def show_routing(console: Console, model: Any, bare: Any) -> list[Check]:
+    """A mixture of experts: the routing, each expert's own output, and how they add up."""
+    _heading(console, f"A mixture of experts (tiny {MIXTURE}, each block)")
+    _code(console, route)
+    routing, sums, outputs = [], [], []
+    for block, layer in enumerate(bare.model.layers):
+        shared, probabilities, experts, routed, added = route(model, block)
+        routing.append((probabilities.sum(-1), torch.ones(probabilities.shape[:-1])))
+        sums.append((experts.sum(2), routed))
+        both = layer.post_feedforward_layernorm_1(shared) + layer.post_feedforward_layernorm_2(routed)
+        outputs.append((layer.post_feedforward_layernorm(both), added))
+    mlp = model.layers[0].mlp
+    _indented(console, Text(f"Each token goes to {mlp.top_k} of {mlp.num_experts} experts."))
+    return [
+        _equal("a token's routing sums to one", "router_probabilities.sum(experts), 1", routing, 1e-6),
+        _equal("the experts add up", "expert_outputs.sum(top_k), routed_output", sums, 1e-5),
+        _equal(
+            "the mixture adds up",
+            "post(post_1(shared_expert_output) + post_2(routed_output)), mlp_output",
+            outputs,
+        ),
+    ]
+
+
+def show_steering(console: Console, model: Any, bare: Any) -> list[Check]:
+    """Steering a generation, its report, and the same by a PyTorch hook."""
+    block, encoded = model.num_layers // 2 - 1, _encoded(model)
+    vector = bare.lm_head.weight[model.tokenizer.encode("!", add_special_tokens=False)[0]]
+    _heading(console, f"A steered generation (block = {block}, vector = the embedding of '!')")
+    _code(console, steer)
+    tokens, report = steer(model, block, vector)
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
+    plain = bare.generate(**encoded, **options)
+    with _hook(bare.model.layers[block], lambda stream: stream + 4.0 * vector):
+        by_hand = bare.generate(**encoded, **options)
+    start = encoded["input_ids"].shape[1]
+    for name, text in (("plain", plain), ("steered", tokens)):
+        _indented(console, Text(f"{name + ':':<9}{model.tokenizer.decode(text[0, start:])!r}"))
+    _indented(console, Text(str(report)))
+    felt = not torch.equal(tokens, plain)
+    count = torch.tensor(report.positions), torch.tensor(tokens.shape[1] - 1)
+    return [
+        _equal(
+            "steering is causal", "tokens generated, those of a plain hook", [(tokens, by_hand)], felt=felt
+        ),
+        _equal("the report is complete", "positions it counts, tokens that were fed", [count]),
+    ]
+
+
+# -- the checks ----------------------------------------------------------------------------------
+
+
+def _equal(
+    name: str,
+    compares: str,
+    pairs: Iterable[Pair],
+    allowed: float = 0.0,
+    felt: bool = True,
+) -> Check:
+    differences = [_difference(one, other) for one, other in pairs]
+    # `max` passes over a difference that is no number, unless it comes first.
+    worst = next((d for d in differences if d != d), max(differences, default=float("nan")))
+    return Check(name, compares, worst, allowed, felt)
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference of two tensors, infinite where their shapes differ."""
+    return float((one.double() - other.double()).abs().max()) if one.shape == other.shape else float("inf")
+
+
+def _encoded(model: Any) -> Any:
+    return model.tokenizer(PROMPT, return_tensors="pt")
+
+
+def _logits(bare: Any, model: Any) -> torch.Tensor:
+    return bare(**_encoded(model)).logits
+
+
+@contextmanager
+def _hook(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """A plain PyTorch hook that changes what a module answers."""
+    handle = module.register_forward_hook(lambda _module, _args, output: change(output))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+# -- what is printed -----------------------------------------------------------------------------
+
+
+def _heading(console: Console, title: str) -> None:
+    console.print(Text(f"\n{title}", style="bold"))
+
+
+def _indented(console: Console, part: Any) -> None:
+    console.print(Padding(part, (0, 0, 0, 2)))
+
+
+def _code(console: Console, function: Callable) -> None:
+    """The trace of a function as it stands in this file."""
+    source = textwrap.dedent(inspect.getsource(function).partition("\n")[2])
+    source = source[source.index("with ") : source.index("\nreturn")]
+    source = source.replace("PROMPT", repr(PROMPT)).replace("NEW_TOKENS", str(NEW_TOKENS))
+    _indented(console, Text(source, style="cyan"))
+
+
+def _verdict(checks: list[Check]) -> Table:
+    table = Table(
+        "check", "compares", "largest difference", "held", box=None, header_style="dim", pad_edge=False
+    )
+    for check in checks:
+        allowed = f" (allowed {check.allowed:g})" if check.allowed else ""
+        felt = "" if check.felt else ", without effect"
+        held = Text("yes", style="green") if check.held else Text("NO", style="bold red")
+        table.add_row(check.name, check.compares, f"{check.difference:.2g}{allowed}{felt}", held)
+    return table

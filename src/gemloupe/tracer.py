@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from types import CodeType
 from typing import Any
 
 from greenlet import getcurrent
@@ -39,7 +40,19 @@ class Steps(Iterations):
 
 
 class StandardTracer(InterleavingTracer):
-    """nnsight's tracer, whose loops tell the ledger their step."""
+    """nnsight's tracer, whose loops tell the ledger their step.
+
+    `full_prefill`: whether blocks that borrow keys and values see the whole prompt in `generate`.
+    """
+
+    def __init__(self, *args: Any, full_prefill: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.full_prefill = full_prefill
+
+    def execute(self, code: CodeType) -> None:
+        interleaver: Any = self.envoy.interleaver
+        interleaver.full_prefill = self.full_prefill
+        super().execute(code)
 
     @property
     def iter(self) -> Steps:

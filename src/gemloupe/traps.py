@@ -24,8 +24,8 @@ def traps(plan: ModelPlan) -> tuple[str, ...]:
 
 def _scaled_sum(_plan: ModelPlan) -> str:
     return (
-        "`layer_scalar` multiplies the whole sum at the end of a block: `attention_output` and `mlp_output` are "
-        "contributions before it, and `layer_output` is not the plain sum of what was added."
+        "`layer_scalar` multiplies the whole sum at the end of a block: `attention_output` and `mlp_output` "
+        "are contributions before it, and `layer_output` is not the plain sum of what was added."
     )
 
 
@@ -38,8 +38,8 @@ def _borrowed_keys(plan: ModelPlan) -> str | None:
         for kind, source in dict.fromkeys((block.kind, block.kv_source) for block in borrowers)
     )
     return (
-        f"{_named(borrowers, 'No keys or values are computed on')}, which attend with {sources}. To change those "
-        f"for every borrower, edit the source's `own_keys` or `own_values`; `attention_keys` and "
+        f"{_named(borrowers, 'No keys or values are computed on')}, which attend with {sources}. To change "
+        f"those for every borrower, edit the source's `own_keys` or `own_values`; `attention_keys` and "
         f"`attention_values` change one block."
     )
 
@@ -48,18 +48,16 @@ def _sliced_prompt(plan: ModelPlan) -> str | None:
     borrowers = [block for block in plan.blocks if block.borrows_keys]
     if not borrowers:
         return None
-    return (
-        f"{_named(borrowers, 'In `generate` transformers runs')} on the last position of the prompt alone, so a "
-        f"plain hook there sees one row of it."
-    )
+    runs = _named(borrowers, "In `generate` transformers runs")
+    return f"{runs} on the last position of the prompt alone, so a plain hook there sees one row of it."
 
 
 def _values_from_keys(plan: ModelPlan) -> str | None:
     if not any(block.values_from_keys for block in plan.blocks):
         return None
     return (
-        "Full blocks have no `v_proj`: their values are `v_norm(k_proj(x))`, without rotary embedding, so a change "
-        "of `k_proj` changes keys and values."
+        "Full blocks have no `v_proj`: their values are `v_norm(k_proj(x))`, without rotary embedding, so a "
+        "change of `k_proj` changes keys and values."
     )
 
 
@@ -84,10 +82,8 @@ def _double_wide(plan: ModelPlan) -> str | None:
     wide = [block for block in plan.blocks if block.intermediate_size != plan.intermediate_size]
     if not wide:
         return None
-    return (
-        f"{_named(wide, f'The MLP is {wide[0].intermediate_size} wide on')} and {plan.intermediate_size} elsewhere: "
-        f"read `intermediate_size` off the block."
-    )
+    wider = _named(wide, f"The MLP is {wide[0].intermediate_size} wide on")
+    return f"{wider} and {plan.intermediate_size} elsewhere: read `intermediate_size` off the block."
 
 
 def _per_layer_inputs(plan: ModelPlan) -> str | None:
@@ -105,9 +101,9 @@ def _mixture(plan: ModelPlan) -> str | None:
     if block is None:
         return None
     return (
-        f"Each token goes to {block.top_k} of {block.num_experts} experts and through a dense MLP beside them: "
-        f"`mlp_neurons` are the dense MLP's alone, `mlp_output` has both. `router_logits` are before the softmax; "
-        f"what transformers calls so are probabilities."
+        f"Each token goes to {block.top_k} of {block.num_experts} experts and through a dense MLP beside "
+        f"them: `mlp_neurons` are the dense MLP's alone, `mlp_output` has both. `router_logits` are before "
+        f"the softmax; what transformers calls so are probabilities."
     )
 
 
@@ -116,8 +112,8 @@ def _capped_logits(plan: ModelPlan) -> str | None:
         return None
     cap = f"{plan.logit_cap:g}"
     return (
-        f"`logits` are soft-capped, {cap} * tanh(raw / {cap}); `raw_logits` are not. A logit lens needs the final "
-        f"norm and the cap: `project_on_vocab` has both."
+        f"`logits` are soft-capped, {cap} * tanh(raw / {cap}); `raw_logits` are not. A logit lens needs "
+        f"the final norm and the cap: `project_on_vocab` has both."
     )
 
 
@@ -128,7 +124,11 @@ def _scaled_embeddings(plan: ModelPlan) -> str:
 
 
 def _tied_head(plan: ModelPlan) -> str | None:
-    return "`lm_head` has the embedding's own weight: a change of one is a change of both." if plan.tied else None
+    return (
+        "`lm_head` has the embedding's own weight: a change of one is a change of both."
+        if plan.tied
+        else None
+    )
 
 
 def _looking_ahead(plan: ModelPlan) -> str | None:

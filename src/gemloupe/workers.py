@@ -17,21 +17,21 @@ from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from .errors import OutsideTrace
 from .ledger import running
 
-__all__ = ["caller", "start_beside", "steps"]
+__all__ = ["SideWorker", "caller", "keep_prompt", "start_beside", "steps"]
 
 
 class SideWorker(Mediator):
     """A worker that runs a function instead of a block of source."""
 
-    def __init__(self, task: Callable[[], None], parent: Mediator) -> None:
+    def __init__(self, task: Callable[[], None], parent: Mediator | None = None) -> None:
         super().__init__(None, {}, {})
         self.task = task
-        self.batch_group = parent.batch_group
-        self._counts = parent.counts_at_start
+        self.batch_group = None if parent is None else parent.batch_group
+        self._counts = {} if parent is None else parent.counts_at_start
 
     def _run(self) -> None:
         # The steps of this worker are those of the block it was started from.
-        self.counts_at_start = self._counts
+        self.counts_at_start = self._counts or self.counts_at_start
         # The run ended while the task waited for a step that was not made: it is done.
         with suppress(OutOfOrderError):
             self.task()
@@ -79,3 +79,20 @@ def steps(model: Any, first: int | None) -> Iterator[int]:
     for step in count() if first is None else (first,):
         state.step = mediator.iteration = step
         yield step
+
+
+def keep_prompt(model: Any) -> SideWorker:
+    """A worker that lets every block see the whole prompt in `generate`.
+
+    transformers drops all but the last prompt position before the blocks that borrow keys and values
+    (`_maybe_slice_kv_shared_inputs`); the call is answered here with what it was given.
+    """
+    place = model.stack.location("source.drop_prompt.input").removesuffix(".input")
+
+    def task() -> None:
+        for _ in steps(model, None):
+            # All it is given but the last, `logits_to_keep`.
+            args, _kwargs = Mediator.value(f"{place}.input")
+            Mediator.skip(f"{place}.skip", args[:-1])
+
+    return SideWorker(task)

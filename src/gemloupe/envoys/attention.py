@@ -29,7 +29,9 @@ class Attention(BlockFacts, PartOfBlock):
     """`layers[i].self_attn`."""
 
     OPERATIONS: ClassVar[dict[str, Operation]] = {
-        "attention_call": Operation("attention_interface", "attn_output, attn_weights = attention_interface("),
+        "attention_call": Operation(
+            "attention_interface", "attn_output, attn_weights = attention_interface("
+        ),
         "own_keys": Operation("key_states", "key_states = key_states.transpose(1, 2)"),
         "own_values": Operation("value_states", "value_states = value_states.transpose(1, 2)"),
     }

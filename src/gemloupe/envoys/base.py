@@ -32,6 +32,8 @@ class Operation:
     name: str
     line: str
     nth: int = 0
+    since: str | None = None
+    """The first transformers release that has the line, where an older supported one lacks it."""
 
     def label(self, compiled: Any) -> str | None:
         """nnsight's label for it in a compiled forward, or `None` where the line is not there."""
@@ -106,7 +108,7 @@ class StandardEnvoy(Envoy):
             raise UnsupportedRelease(f"{kind}.forward cannot be instrumented: {error}") from error
         found = {name: operation.label(compiled) for name, operation in self.OPERATIONS.items()}
         for name, label in found.items():
-            if label is None:
+            if label is None and self.OPERATIONS[name].since is None:
                 import transformers
 
                 raise UnsupportedRelease(

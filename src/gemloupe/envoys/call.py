@@ -55,9 +55,15 @@ class AttentionCall:
         """What was served, by role; keys and values are copies of this worker's own."""
         self.computed_from: dict[str, tuple] = {}
         """The state of queries and keys that scores and pattern were computed from."""
-        self.born: dict[str, int | None] = {role: version(self.args[index]) for role, index in _ARGUMENT.items()}
+        self.born: dict[str, int | None] = {
+            role: version(self.args[index]) for role, index in _ARGUMENT.items()
+        }
         self.written: set[str] = set()
         """Roles that were assigned."""
+        self.mixed: dict[str, torch.Tensor] = {}
+        """Scores and pattern as this worker left them, where it edited either."""
+        self.inherited: list[AttentionCall] = []
+        """Earlier workers' calls whose edited scores or pattern are in the output already."""
 
     # -- what is served --------------------------------------------------------------------------
 
@@ -72,10 +78,11 @@ class AttentionCall:
         if role == "scores":
             if "scores" not in self.held or self._stale():
                 self.held.pop("pattern", None)
-                self.held["scores"] = self._scores()
+                self.held["scores"] = self._inherit("scores", self._scores())
             return self.held["scores"]
         if "pattern" not in self.held or self._stale():
-            self.held["pattern"] = pattern_of(self.held["scores"] if "scores" in self.held else self._scores())
+            scores = self.held["scores"] if "scores" in self.held else self._scores()
+            self.held["pattern"] = self._inherit("pattern", pattern_of(scores))
         elif "scores" in self.held and self._edited("scores") and not self._edited("pattern"):
             self.held["pattern"] = pattern_of(self.held["scores"])
         return self.held["pattern"]
@@ -107,6 +114,19 @@ class AttentionCall:
             self.kwargs.get("scaling", 1.0),
             read_mask(mask, queries, keys, causal=causal, rows=self.rows),
         )
+
+    def _inherit(self, role: str, own: torch.Tensor) -> torch.Tensor:
+        """`own`, with the rows that an earlier worker edited as it left them."""
+        for other in self.inherited:
+            theirs = other.mixed.get(role)
+            if theirs is None:
+                continue
+            start = (other.rows.start or 0) - (self.rows.start or 0)
+            if start < 0:  # theirs covers the whole batch, ours some rows of it
+                theirs = theirs[-start : -start + own.shape[0]]
+                start = 0
+            own = torch.cat([own[:start], theirs[: own.shape[0] - start], own[start + theirs.shape[0] :]])
+        return own
 
     def _current(self, role: str) -> torch.Tensor:
         return self.held.get(role, self.args[_ARGUMENT[role]])
@@ -159,8 +179,12 @@ class AttentionCall:
             return self.raw if args is self.args else (args, self.kwargs)
         if args is not self.args:
             self._at("input", Event.SWAP, (args, self.kwargs))
-        output, *rest = raw = self._at("output", Event.VALUE)
         follows = edited & {"scores", "pattern"}
+        if follows:
+            self.mixed = {"pattern": self._pattern(edited)}
+            if "scores" in self.held and "pattern" not in edited:
+                self.mixed["scores"] = self.held["scores"]
+        output, *rest = raw = self._at("output", Event.VALUE)
         wanted = any(self.held[role].requires_grad for role in ("scores", "pattern") if role in self.held)
         if not follows and (stale or not wanted):
             return raw
@@ -209,7 +233,24 @@ class HeadOutputs(Served):
         visit = self._visit(obj, mediator, state)
         entrance = obj.location(f"{CALL}.input")
         if mediator.occurrence(entrance) <= visit and not _is_call(state.call, obj, visit):
-            state.call = AttentionCall(obj, visit, Mediator.value(entrance), rows_of(obj, mediator))
+            state.call = open_call(obj, mediator, visit, Mediator.value(entrance))
+
+
+def open_call(host: Any, mediator: Mediator, visit: int, raw: tuple) -> AttentionCall:
+    """The call as `mediator` sees it, with what earlier workers made of its scores and pattern."""
+    call = AttentionCall(host, visit, raw, rows_of(host, mediator))
+    for state in host.interleaver.ledger.states():
+        other = state.call
+        if _is_call(other, host, visit) and other.mixed and overlap(other.rows, call.rows):
+            call.inherited.append(other)
+    return call
+
+
+def overlap(one: slice, other: slice) -> bool:
+    """Whether two workers share rows; a slice without bounds is the whole batch."""
+    if one.stop is None or other.stop is None:
+        return True
+    return one.start < other.stop and other.start < one.stop
 
 
 def _is_call(call: AttentionCall | None, host: Any, visit: int) -> bool:
@@ -247,7 +288,9 @@ class AtCall(Served):
             obj.interleaver.ledger.watch(value, name)
         mediator.transform = call.back(self)
 
-    def _call(self, obj: Any, mediator: Mediator, state: Any, name: str, what: str) -> tuple[AttentionCall, bool]:
+    def _call(
+        self, obj: Any, mediator: Mediator, state: Any, name: str, what: str
+    ) -> tuple[AttentionCall, bool]:
         """The call of the present visit, and whether the forward has passed it."""
         visit = self._visit(obj, mediator, state)
         location = self._location(obj)
@@ -263,7 +306,7 @@ class AtCall(Served):
                 mediator.flush()
             return call, False
         raw = Mediator.value(location)
-        state.call = AttentionCall(obj, visit, raw, rows_of(obj, mediator))
+        state.call = open_call(obj, mediator, visit, raw)
         return state.call, False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from ..layouts import Distribution, Logits, PerLayerInputs, Residual, Tokens
-from ..served import Field, Keyword, served
+from ..served import Field, Keyword, TokenMask, served
 from .absence import no_audio, no_per_layer_inputs, no_vision
 from .base import StandardEnvoy
 
@@ -31,7 +31,7 @@ class Root(StandardEnvoy):
         """The module that holds `embed_tokens`, `layers` and `norm`."""
         return self.layers.parent
 
-    @served("input", piece=Keyword("input_ids"))
+    @served("input", piece=Keyword("input_ids"), private=True)
     def input_ids(self, value: Any) -> Tokens:
         """The token ids the model was called with, padding included.
 
@@ -39,7 +39,7 @@ class Root(StandardEnvoy):
         """
         return value
 
-    @served("input", piece=Keyword("attention_mask"))
+    @served("input", piece=TokenMask(), private=True)
     def attention_mask(self, value: Any) -> Tokens:
         """Which tokens are real (1) and which are padding (0).
 

@@ -14,7 +14,9 @@ class Stack(StandardEnvoy):
 
     OPERATIONS: ClassVar[dict[str, Operation]] = {
         # Drops all but the last prompt position before the blocks that borrow keys and values.
-        "drop_prompt": Operation("self__maybe_slice_kv_shared_inputs", "self._maybe_slice_kv_shared_inputs("),
+        "drop_prompt": Operation(
+            "self__maybe_slice_kv_shared_inputs", "self._maybe_slice_kv_shared_inputs(", since="5.23"
+        ),
     }
 
 

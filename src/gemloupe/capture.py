@@ -1,0 +1,383 @@
+"""Capturing values without minding their order: `collect` runs a forward, `record` joins an open trace.
+
+A capture runs beside everything else and is served last at each location, so it sees what the next
+module really received, edits included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import nnsight
+import torch
+from nnsight.intervention.interleaver import EarlyStopException
+
+from . import positions as place
+from .errors import BadArgument, UnknownName
+from .layouts import Layout
+from .ledger import running
+from .paths import expand, find
+from .positions import Positions
+from .references import Reference
+from .steering import Frame
+from .workers import SideWorker, caller, start_beside, steps
+
+__all__ = ["FORWARD_ORDER", "Collected", "collect", "record"]
+
+Values = str | Reference | Sequence[str | Reference]
+
+_BEFORE: Final = (
+    "input_ids",
+    "attention_mask",
+    "token_embeddings",
+    "per_layer_token_inputs",
+    "per_layer_context_inputs",
+    "per_layer_inputs",
+)
+_BLOCK: Final = (
+    "layer_input",
+    "per_layer_input",
+    "attention_input",
+    "own_keys",
+    "own_values",
+    "attention_queries",
+    "attention_keys",
+    "attention_values",
+    "attention_scores",
+    "attention_probabilities",
+    "attention_head_outputs",
+    "attention_projection",
+    "attention_output",
+    "mid_stream",
+    "mlp_input",
+    "mlp_neurons",
+    "shared_expert_output",
+    "router_logits",
+    "router_probabilities",
+    "expert_weights",
+    "expert_indices",
+    "expert_outputs",
+    "routed_output",
+    "mlp_projection",
+    "mlp_output",
+    "per_layer_output",
+    "layer_output",
+)
+_AFTER: Final = ("raw_logits", "logits", "next_token_probs")
+
+FORWARD_ORDER: Final = (*_BEFORE, *_BLOCK, *_AFTER)
+"""The order in which a forward passes the standard values; the middle ones once a block."""
+
+
+class Collected(Mapping[str, Any]):
+    """Captured values, by the path or pattern they were asked by.
+
+    A pattern gives one tensor with a leading axis of blocks where their shapes agree, else a dictionary
+    from path to tensor. `blocks` says which blocks a pattern found. `input_ids` and `attention_mask` are
+    the tokens and mask that were really fed. Complete when the trace is over.
+    """
+
+    def __init__(self, asked: Mapping[str, list[str]], layouts: Mapping[str, Layout], finish: Finish) -> None:
+        self._asked = dict(asked)
+        self._layouts = dict(layouts)
+        self._finish = finish
+        self._steps: dict[str, list[torch.Tensor]] = {}
+        self.input_ids: torch.Tensor | None = None
+        self.attention_mask: torch.Tensor | None = None
+
+    def __getitem__(self, value: str | Reference) -> Any:
+        key = str(value)
+        if key in self._asked:
+            places = self._asked[key]
+            found = {path: self._one(path) for path in places}
+            if places == [key] or (len(places) == 1 and not _is_pattern(key)):
+                return found[places[0]]
+            tensors = list(found.values())
+            alike = all(t.shape == tensors[0].shape and t.dtype == tensors[0].dtype for t in tensors)
+            return torch.stack([t.to(tensors[0].device) for t in tensors]) if alike else found
+        if key in self._layouts:
+            return self._one(key)
+        raise KeyError(f"{key} was not captured; {', '.join(self._asked)} were.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._asked)
+
+    def __len__(self) -> int:
+        return len(self._asked)
+
+    def __repr__(self) -> str:
+        return f"Collected({', '.join(self._asked)})"
+
+    def paths(self, value: str | Reference) -> list[str]:
+        """The places a pattern found."""
+        return list(self._asked[str(value)])
+
+    def blocks(self, value: str | Reference) -> list[int]:
+        """The blocks a pattern found, in the order of the leading axis."""
+        return [int(path.partition("[")[2].partition("]")[0]) for path in self.paths(value) if "[" in path]
+
+    def _keep(self, path: str, value: torch.Tensor) -> None:
+        self._steps.setdefault(path, []).append(value)
+
+    def _one(self, path: str) -> torch.Tensor:
+        if path not in self._steps:
+            raise UnknownName(f"{path} was not reached: this call did not run the module it belongs to.")
+        return self._finish.whole(self._layouts[path], self._steps[path])
+
+
+class Finish:
+    """What becomes of a captured value: positions, dtype, device, and the steps of a generation joined."""
+
+    def __init__(
+        self,
+        positions: Positions,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        generating: bool,
+    ) -> None:
+        self.positions = positions
+        self.dtype = dtype
+        self.device = device
+        self.generating = generating
+        self.frame: Frame | None = None
+
+    def one(self, layout: Layout, value: torch.Tensor) -> torch.Tensor:
+        """A value as it is kept."""
+        value = value.detach()
+        if not self.generating:
+            value = self._chosen(layout, value)
+        if self.dtype is not None and value.is_floating_point():
+            value = value.to(self.dtype)
+        if self.device is not None:
+            value = value.to(self.device)
+        whole = value._base
+        # A narrow view would keep the whole batch alive.
+        return value.clone() if whole is not None and whole.numel() > 2 * value.numel() else value
+
+    def whole(self, layout: Layout, parts: list[torch.Tensor]) -> torch.Tensor:
+        """A value over all steps."""
+        value = parts[0] if not self.generating else joined(layout, parts)
+        return self._chosen(layout, value) if self.generating else value
+
+    def _chosen(self, layout: Layout, value: torch.Tensor) -> torch.Tensor:
+        axis = next((layout.axis(name) for name in ("seq", "query") if name in layout.axes), None)
+        if self.positions is None or axis is None:
+            return value
+        assert self.frame is not None
+        moved = value.movedim(axis, 1)
+        mask = self.frame.select(0, moved, self.positions, "both")
+        counts = mask.sum(-1)
+        if isinstance(self.positions, torch.Tensor) and self.positions.dtype == torch.bool:
+            return moved[mask]
+        if bool((counts != counts[0]).any()):
+            raise BadArgument(
+                f"positions {self.positions!r} choose {counts.tolist()} tokens of the rows; choose as many of "
+                f"each, or give a boolean mask."
+            )
+        chosen = moved[mask].unflatten(0, (value.shape[0], int(counts[0])))
+        return chosen[:, 0] if isinstance(self.positions, int) else chosen.movedim(1, axis)
+
+
+def joined(layout: Layout, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The steps of a generation as one value over all positions, as one forward over them would give it."""
+    axes = layout.axes
+    if "key" in axes and "query" in axes:
+        return _joined_patterns(parts)
+    if "key" in axes:
+        # The first step knows the prompt's keys; every later one adds its own, the last.
+        axis = layout.axis("key")
+        return torch.cat(
+            [parts[0], *(part.narrow(axis, part.shape[axis] - 1, 1) for part in parts[1:])], axis
+        )
+    if layout.name == "Tokens" and len(parts) > 1 and parts[1].shape[1] > 1:
+        return parts[-1]  # the mask of each step covers all before it
+    for name in ("seq", "query"):
+        if name in axes:
+            return torch.cat(parts, layout.axis(name))
+    return torch.stack(parts)
+
+
+def _joined_patterns(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Patterns or scores over all queries, keys at their absolute places.
+
+    A sliding block's cache keeps the last keys only; what it dropped, and what comes later, is invisible.
+    """
+    total = sum(part.shape[-2] for part in parts)
+    unseen = -torch.inf if bool((parts[0] < 0).any()) else 0.0
+    rows, done = [], 0
+    for part in parts:
+        done += part.shape[-2]
+        left = done - part.shape[-1]
+        rows.append(torch.nn.functional.pad(part, (left, total - done), value=unseen))
+    return torch.cat(rows, -2)
+
+
+def collect(
+    model: Any,
+    inputs: Any,
+    values: Values,
+    *,
+    positions: Positions = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    generate: int | Mapping[str, Any] | None = None,
+    edits: Callable[[Any], None] | None = None,
+    **kwargs: Any,
+) -> Collected:
+    """Run one forward (or one generation) and capture values, in any order.
+
+    `inputs` is what `trace` takes; a list of prompts is one left-padded batch. `values` are paths,
+    references or patterns (`"layers.*.layer_output"`, `"layers[3:9].self_attn.attention_probabilities"`).
+    `positions` chooses tokens: a number (that axis is dropped; -1 is the last real token), a slice, a list,
+    or a boolean mask `[batch seq]` (flat result). `dtype` and `device` say how values are kept. `generate`
+    is a number of new tokens or the arguments of `generate`; its steps are joined over absolute positions.
+    `edits(model)` runs inside the trace before anything is captured. The forward stops after the last value
+    asked for. No gradients are kept.
+
+    Raises: UnknownName, Unavailable, BadArgument, all before anything runs.
+    """
+    asked, layouts = _asked(model, values)
+    options = (
+        {}
+        if generate is None
+        else {"max_new_tokens": generate}
+        if isinstance(generate, int)
+        else dict(generate)
+    )
+    generating = generate is not None
+    if generating and any(layout.name == "Logits" for layout in layouts.values()):
+        options.setdefault("logits_to_keep", 0)
+    finish = Finish(positions, dtype, device, generating)
+    result = Collected(asked, layouts, finish)
+    places = _in_forward_order(layouts)
+    fed: dict[str, Any] = {}
+
+    def task() -> None:
+        mediator = running(model.interleaver)
+        finish.frame = Frame(model, mediator)
+        fed.update(model.interleaver.encoding)
+        place.check(positions, finish.frame.prompt, verb="collect", growing=generating)
+        for _ in steps(model, None):
+            _read(model, places, layouts, result)
+            if not generating:
+                raise EarlyStopException
+
+    interleaver = model.interleaver
+    if interleaver.interleaving:
+        raise BadArgument(
+            "collect runs a forward of its own; inside an open trace use `model.record(values)`."
+        )
+    given = (inputs,) if inputs is not None else ()
+    batcher = model._batcher_class(model, kwargs)
+    with torch.no_grad():
+        try:
+            batcher.add(*given, **kwargs)
+            if edits is not None:
+                interleaver.mediators.append(SideWorker(lambda: edits(model)))
+            interleaver.mediators.append(SideWorker(_trusting(model, task)))
+            interleaver.full_prefill = True
+            output = model.interleave(
+                model.generate if generating else model._call, batcher=batcher, **options
+            )
+        finally:
+            interleaver.cancel()
+    _feed(result, fed, output if generating else None)
+    return result
+
+
+def record(
+    model: Any,
+    values: Values,
+    *,
+    positions: Positions = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Collected:
+    """Capture values of the open trace, in any order, beside the block.
+
+    In an invoke it sees that invoke's rows. In `generate` it captures every step, joined over absolute
+    positions; inside `for step in tracer.iter[...]`, that step alone. Values are detached. The result is
+    complete when the trace is over.
+
+    Raises: UnknownName, Unavailable, BadArgument; OutsideTrace; OutOfOrder, for a value that has passed.
+    """
+    parent = caller(model, "record")
+    asked, layouts = _asked(model, values)
+    first = model.interleaver.ledger.of(parent).step
+    generating = model.interleaver.generating and first is None
+    finish = Finish(positions, dtype, device, generating)
+    finish.frame = Frame(model, parent)
+    place.check(positions, finish.frame.prompt, verb="record", growing=model.interleaver.generating)
+    result = nnsight.save(Collected(asked, layouts, finish))
+    group = parent.batch_group
+    rows = slice(None) if group is None else slice(group[0], group[0] + group[1])
+    _feed(
+        result,
+        {k: v[rows] for k, v in model.interleaver.encoding.items() if isinstance(v, torch.Tensor)},
+        None,
+    )
+    places = _in_forward_order(layouts)
+
+    def task() -> None:
+        for step in steps(model, first):
+            _read(model, places, layouts, result)
+            if not generating and step == (first or 0):
+                return
+
+    start_beside(model, _trusting(model, task), before=False)
+    return result
+
+
+def _trusting(model: Any, task: Callable[[], None]) -> Callable[[], None]:
+    def trusted() -> None:
+        model.interleaver.ledger.of(running(model.interleaver)).trusted = True
+        task()
+
+    return trusted
+
+
+def _read(model: Any, places: list[str], layouts: Mapping[str, Layout], result: Collected) -> None:
+    for path in places:
+        host, served = find(model, path)
+        value = getattr(host, served.name)  # type: ignore[union-attr]  # every place is a value
+        result._keep(path, result._finish.one(layouts[path], value))
+
+
+def _asked(model: Any, values: Values) -> tuple[dict[str, list[str]], dict[str, Layout]]:
+    given = [values] if isinstance(values, (str, Reference)) else list(values)
+    if not given:
+        raise BadArgument("no value was asked for; give paths such as 'layers.*.layer_output'.")
+    asked = {str(value): expand(model, value) for value in given}
+    layouts = {}
+    for path in dict.fromkeys(path for paths in asked.values() for path in paths):
+        _, served = find(model, path)
+        layouts[path] = served.layout  # type: ignore[union-attr]  # `expand` names values alone
+    return asked, layouts
+
+
+def _in_forward_order(paths: Mapping[str, Any]) -> list[str]:
+    def key(path: str) -> tuple[int, int, int]:
+        name = path.rpartition(".")[2]
+        rank = FORWARD_ORDER.index(name)
+        if path.startswith("layers["):
+            return 1, int(path[len("layers[") : path.index("]")]), rank
+        return (0 if name in _BEFORE else 2), 0, rank
+
+    return sorted(paths, key=key)
+
+
+def _feed(result: Collected, encoding: Mapping[str, Any], output: torch.Tensor | None) -> None:
+    """Note the tokens and mask that were fed; a generation's last token was never fed."""
+    ids, mask = encoding.get("input_ids"), encoding.get("attention_mask")
+    if output is not None and isinstance(ids, torch.Tensor):
+        new = output.shape[1] - ids.shape[1] - 1
+        ids = output[:, :-1]
+        if isinstance(mask, torch.Tensor):
+            repeated = mask.repeat_interleave(ids.shape[0] // mask.shape[0], 0)
+            mask = torch.cat([repeated, mask.new_ones(ids.shape[0], new)], -1)
+    result.input_ids, result.attention_mask = ids, mask
+
+
+def _is_pattern(key: str) -> bool:
+    return "*" in key or ":" in key
