@@ -11,6 +11,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import errors as errors
+    from . import families as families
+    from . import testing as testing
     from .plan import ModelPlan as ModelPlan
     from .plan import plan as plan
     from .references import Reference as Reference

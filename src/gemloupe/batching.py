@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from nnsight.intervention.batching import BatchGroup, Batcher
+from nnsight.intervention.batching import Batcher, BatchGroup
 
 __all__ = ["StandardBatcher"]
 
@@ -46,7 +46,7 @@ class StandardBatcher(Batcher):
             if not isinstance(edited, torch.Tensor):
                 return edited
             batched = full.dim() > 0 and full.shape[0] == self.total
-            if batched and is_rows_of(full, *group, edited):
+            if batched and is_rows_of(full, group[0], group[1], edited):
                 return full
             return self._widen_tensor(full, group, edited) if batched else edited
         if isinstance(full, (list, tuple)) and isinstance(edited, (list, tuple)):

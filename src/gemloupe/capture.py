@@ -172,8 +172,8 @@ class Finish:
             return moved[mask]
         if bool((counts != counts[0]).any()):
             raise BadArgument(
-                f"positions {self.positions!r} choose {counts.tolist()} tokens of the rows; choose as many of "
-                f"each, or give a boolean mask."
+                f"positions {self.positions!r} choose {counts.tolist()} tokens of the rows; choose as many "
+                f"of each, or give a boolean mask."
             )
         chosen = moved[mask].unflatten(0, (value.shape[0], int(counts[0])))
         return chosen[:, 0] if isinstance(self.positions, int) else chosen.movedim(1, axis)
@@ -254,8 +254,7 @@ def collect(
     fed: dict[str, Any] = {}
 
     def task() -> None:
-        mediator = running(model.interleaver)
-        finish.frame = Frame(model, mediator)
+        finish.frame = Frame(model, caller(model, "collect"))
         fed.update(model.interleaver.encoding)
         place.check(positions, finish.frame.prompt, verb="collect", growing=generating)
         for _ in steps(model, None):
@@ -339,8 +338,8 @@ def _trusting(model: Any, task: Callable[[], None]) -> Callable[[], None]:
 
 def _read(model: Any, places: list[str], layouts: Mapping[str, Layout], result: Collected) -> None:
     for path in places:
-        host, served = find(model, path)
-        value = getattr(host, served.name)  # type: ignore[union-attr]  # every place is a value
+        host, _ = find(model, path)
+        value = getattr(host, path.rpartition(".")[2])
         result._keep(path, result._finish.one(layouts[path], value))
 
 
@@ -352,7 +351,8 @@ def _asked(model: Any, values: Values) -> tuple[dict[str, list[str]], dict[str, 
     layouts = {}
     for path in dict.fromkeys(path for paths in asked.values() for path in paths):
         _, served = find(model, path)
-        layouts[path] = served.layout  # type: ignore[union-attr]  # `expand` names values alone
+        assert served is not None  # `expand` names values alone
+        layouts[path] = served.layout
     return asked, layouts
 
 

@@ -110,13 +110,14 @@ class Card:
 def _tiny_config(target: str) -> Any:
     from .testing import SHAPES, tiny_config
 
-    shape, _, rest = target.removeprefix(_TINY).partition(":")
-    if shape not in SHAPES or rest not in ("", "wrapper"):
+    shape, *rest = target.removeprefix(_TINY).split(":")
+    if shape not in SHAPES or rest not in ([], ["wrapper"]):
+        known = ", ".join(_TINY + known for known in SHAPES)
         raise BadArgument(
-            f"there is no {target}; the tiny models are {', '.join(_TINY + s for s in SHAPES)}, "
-            f"each also as the whole multimodal model, as in {_TINY}{SHAPES[0]}:wrapper."
+            f"there is no {target}; the tiny models are {known}, each also as the whole multimodal model, as in "
+            f"{_TINY}{SHAPES[0]}:wrapper."
         )
-    return tiny_config(shape, wrapper=rest == "wrapper")
+    return tiny_config(shape, wrapper=bool(rest))
 
 
 def _config(target: str) -> Any:
@@ -215,31 +216,32 @@ def _block_table(plan: ModelPlan) -> Table:
     for block in plan.blocks:
         source = block.kv_source if block.borrows_keys else -1
         groups.setdefault(replace(block, index=-1, kv_source=source), []).append(block)
-    columns = {
-        "blocks": lambda block, group: spans(tuple(member.index for member in group)),
-        "kind": lambda block, _: block.kind,
-        "window": lambda block, _: "" if block.window is None else str(block.window),
-        "heads": lambda block, _: str(block.num_heads),
-        "kv heads": lambda block, _: str(block.num_kv_heads),
-        "head_dim": lambda block, _: str(block.head_dim),
-        "MLP width": lambda block, _: str(block.intermediate_size),
-        "keys and values": lambda block, _: _keys(block),
-        "experts": lambda block, _: (
-            f"{block.top_k} of {block.num_experts}, {block.expert_intermediate_size} wide"
-            if block.has_experts
-            else ""
-        ),
-        "per-layer input": lambda block, _: str(block.per_layer_input_size or ""),
-    }
-    cells = {name: [cell(group[0], group) for group in groups.values()] for name, cell in columns.items()}
-    shown = {name: column for name, column in cells.items() if any(column)}
+    rows = [_cells(group) for group in groups.values()]
+    shown = [name for name in rows[0] if any(row[name] for row in rows)]
     table = Table(box=None, padding=(0, 1), pad_edge=False, header_style="dim")
     for name in shown:
-        words = name in ("blocks", "kind", "keys and values", "experts")
-        table.add_column(name, justify="left" if words else "right", no_wrap=name == "kind")
-    for row in zip(*shown.values(), strict=True):
-        table.add_row(*row)
+        number = all(row[name].isdigit() for row in rows if row[name])
+        table.add_column(name, justify="right" if number and name != "blocks" else "left")
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table
+
+
+def _cells(group: list[BlockPlan]) -> dict[str, str]:
+    block = group[0]
+    experts = f"{block.top_k} of {block.num_experts}, {block.expert_intermediate_size} wide"
+    return {
+        "blocks": spans(tuple(member.index for member in group)),
+        "kind": block.kind,
+        "window": str(block.window or ""),
+        "heads": str(block.num_heads),
+        "kv heads": str(block.num_kv_heads),
+        "head_dim": str(block.head_dim),
+        "MLP width": str(block.intermediate_size),
+        "keys and values": _keys(block),
+        "experts": experts if block.has_experts else "",
+        "per-layer input": str(block.per_layer_input_size or ""),
+    }
 
 
 def _keys(block: BlockPlan) -> str:

@@ -1,7 +1,8 @@
 """Named axes, and the layouts that values are served in.
 
 A layout is the order of a value's axes, in the words every docstring uses:
-`batch seq hidden heads kv_heads head_dim query key vocab layers ple experts top_k intermediate images patches`.
+`batch seq hidden heads kv_heads head_dim query key vocab layers ple experts top_k intermediate images
+patches`.
 Each has a jaxtyping alias of the same name for annotations: `Residual` is
 `Float[Tensor, "batch seq hidden"]`.
 """

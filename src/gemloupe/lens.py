@@ -25,7 +25,7 @@ def project_on_vocab(model: Any, hidden: torch.Tensor, cap: bool = True) -> torc
     if not isinstance(hidden, torch.Tensor) or hidden.dim() == 0 or hidden.shape[-1] != model.hidden_size:
         got = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else type(hidden).__name__
         raise BadArgument(
-            f"project_on_vocab takes a residual stream, [... hidden] with hidden = {model.hidden_size}, not {got}."
+            f"project_on_vocab takes a residual stream [... hidden], hidden = {model.hidden_size}, not {got}."
         )
     if not model.dispatched:
         model.dispatch()
@@ -65,8 +65,8 @@ def top_tokens(model: Any, hidden_or_logits: torch.Tensor, k: int = 5) -> TopTok
         )
     if width not in (model.hidden_size, model.vocab_size):
         raise BadArgument(
-            f"top_tokens takes logits [... {model.vocab_size}] or a residual stream [... {model.hidden_size}], "
-            f"not a last axis of {width}."
+            f"top_tokens takes logits [... {model.vocab_size}] or a residual stream "
+            f"[... {model.hidden_size}], not a last axis of {width}."
         )
     if not 1 <= k <= model.vocab_size:
         raise BadArgument(f"k = {k}: choose 1 to {model.vocab_size}, the size of the vocabulary.")

@@ -31,8 +31,8 @@ def check_prompt(tokenizer: Any, encoding: Mapping[str, Any]) -> None:
     missing = (ids[rows, first] != bos).nonzero().flatten().tolist()
     if missing:
         warnings.warn(
-            f"row {missing[0]} of the prompt does not begin with BOS ({tokenizer.bos_token}), which Gemma was "
-            f"trained with; give text, or put token id {bos} first.",
+            f"row {missing[0]} of the prompt does not begin with BOS ({tokenizer.bos_token}), which Gemma "
+            f"was trained with; give text, or put token id {bos} first.",
             PromptWarning,
             stacklevel=2,
         )

@@ -32,8 +32,8 @@ __all__ = [
     "Item",
     "Keyword",
     "Moment",
-    "TokenMask",
     "Served",
+    "TokenMask",
     "Whole",
     "served",
     "served_values",
@@ -281,7 +281,7 @@ class Served(eproperty):
         view off its base (`nnsight.intervention.backward`), which is.
         """
         if isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None:
-            value._nnsight_batch = True  # type: ignore[attr-defined]  # nnsight's own mark
+            setattr(value, "_nnsight_batch", True)  # noqa: B010  # nnsight's own mark
         return value
 
     def current(self, host: Any, raw: Any) -> Any:
@@ -366,7 +366,8 @@ class Served(eproperty):
             )
         if new.device != view.device:
             raise BadWrite(
-                f"{name} is on {view.device}; the write is on {new.device}. Write `value.to({str(view.device)!r})`."
+                f"{name} is on {view.device}; the write is on {new.device}. "
+                f"Write `value.to({str(view.device)!r})`."
             )
         if self._check is not None:
             self._check(host, new)

@@ -50,6 +50,7 @@ class StandardizedTransformer(Root, TransformersModel):
             stream = model.layers[10].layer_output.save()
     """
 
+    interleaver: StandardInterleaver
     _batcher_class: ClassVar[type[StandardBatcher]] = StandardBatcher
 
     def __init__(self, target: Any, *args: Any, task: str | None = None, **kwargs: Any) -> None:

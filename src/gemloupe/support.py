@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .envoys.attention import Attention
@@ -81,7 +82,10 @@ class Support:
         """The rows as a rich table."""
         table = Table("value", "layout", "where", "not where")
         for row in self.rows:
-            table.add_row(row.path, str(row.layout).replace("[", r"\["), self._where(row), self._reason(row))
+            # `[i]` is italics in rich's markup.
+            table.add_row(
+                escape(row.path), escape(str(row.layout)), self._where(row), escape(self._reason(row))
+            )
         return table
 
     def _where(self, row: SupportRow) -> str:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -19,33 +17,15 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from .checks import Check, Pair, agree, check_table, hooked
 from .testing import tiny, tiny_module
 from .tree import names_tree
 
-__all__ = ["Check", "take_tour"]
+__all__ = ["take_tour"]
 
 PROMPT: Final = "The capital of France is"
-NEW_TOKENS: Final = 8
+NEW_TOKENS: Final = 5
 MIXTURE: Final = "26b-a4b"
-
-Pair = tuple[torch.Tensor, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Check:
-    """Something that must hold: what it compares, and the largest difference that was found."""
-
-    name: str
-    compares: str
-    difference: float
-    allowed: float
-    felt: bool = True
-    """Whether what was done shows at all: two runs that an edit does not reach agree as well."""
-
-    @property
-    def held(self) -> bool:
-        """Whether it holds; a difference that is no number does not."""
-        return self.felt and self.difference <= self.allowed
 
 
 def take_tour(shape: str, console: Console) -> bool:
@@ -63,7 +43,7 @@ def take_tour(shape: str, console: Console) -> bool:
         ]
     held = sum(check.held for check in checks)
     _heading(console, f"What held: {held} of {len(checks)}")
-    _indented(console, _verdict(checks))
+    _indented(console, check_table(checks))
     return held == len(checks)
 
 
@@ -122,7 +102,7 @@ def route(model: Any, block: int) -> tuple[torch.Tensor, ...]:
 
 def steer(model: Any, block: int, vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
     with model.generate(PROMPT, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS) as tracer:
-        report = model.steer(block, vector, factor=4.0)
+        report = model.steer(block, vector, factor=16.0)
         tokens = tracer.result.save()
     return tokens, report
 
@@ -147,13 +127,8 @@ def show_values(console: Console, model: Any) -> None:
     layer = model.layers[block]
     _heading(console, f"A trace (block = {block})")
     _code(console, read)
-    names = (
-        model.token_embeddings,
-        layer.mid_stream,
-        layer.mlp.mlp_neurons,
-        layer.layer_output,
-        model.logits,
-    )
+    inner = (layer.mid_stream, layer.mlp.mlp_neurons, layer.layer_output)
+    names = (model.token_embeddings, *inner, model.logits)
     table = Table("value", "layout", "shape", box=None, header_style="dim", pad_edge=False)
     for name, value in zip(names, read(model, block), strict=True):
         table.add_row(name.path, str(name.layout), " x ".join(map(str, value.shape)))
@@ -169,9 +144,9 @@ def show_sums(console: Console, model: Any, bare: Any) -> list[Check]:
     total = f"(layer_input + attention_output + mlp_output{branch}) * layer_scalar"
     unread = [(logits, _logits(bare, model))]
     checks = [
-        _equal(f"the middle of {len(middles)} blocks", "layer_input + attention_output, mid_stream", middles),
-        _equal(f"the identity of {len(streams)} blocks", f"{total}, layer_output", streams),
-        _equal("a read changes nothing", "logits with all that read, those of the bare model", unread),
+        agree(f"the middle of {len(middles)} blocks", "layer_input + attention_output, mid_stream", middles),
+        agree(f"the identity of {len(streams)} blocks", f"{total}, layer_output", streams),
+        agree("a read changes nothing", "logits with all that read, those of the bare model", unread),
     ]
     _indented(console, Text(f"Largest difference in {len(streams)} blocks: {checks[1].difference:g}"))
     return checks
@@ -185,11 +160,12 @@ def show_lens(console: Console, model: Any) -> list[Check]:
     table = Table("after block", "likeliest next tokens", box=None, header_style="dim", pad_edge=False)
     for block, answer in enumerate(projected):
         top = model.top_tokens(answer[0, -1], k=4)
-        words = [f"{token!r} {float(p):.0%}" for token, p in zip(top.tokens, top.probabilities, strict=True)]
+        chances = zip(top.tokens, top.probabilities, strict=True)
+        words = [f"{_quoted(console, token)} {float(chance):.0%}" for token, chance in chances]
         table.add_row(str(block), "  ".join(f"{word:<12}" for word in words))
     _indented(console, table)
     compares = "project_on_vocab of the last layer_output, logits"
-    return [_equal("the lens ends at the logits", compares, [(projected[-1], logits)])]
+    return [agree("the lens ends at the logits", compares, [(projected[-1], logits)])]
 
 
 def show_edit(console: Console, model: Any, bare: Any) -> list[Check]:
@@ -198,23 +174,17 @@ def show_edit(console: Console, model: Any, bare: Any) -> list[Check]:
     _heading(console, f"An edit (block = {block})")
     _code(console, silence_an_mlp)
     before, edited = _logits(bare, model), silence_an_mlp(model, block)
-    with _hook(bare.model.layers[block].post_feedforward_layernorm, torch.zeros_like):
+    with hooked(bare.model.layers[block].post_feedforward_layernorm, torch.zeros_like):
         by_hand = _logits(bare, model)
     *_, after = read(model, block)
     moved = float((edited - before).abs().max())
     _indented(console, Text(f"The logits move by up to {moved:.3f}."))
+    edits, traces = [(edited, by_hand)], [(after, before)]
     return [
-        _equal(
-            "an edit is causal",
-            "logits with the MLP at zero, those of a plain hook",
-            [(edited, by_hand)],
-            felt=moved > 0,
+        agree(
+            "an edit is causal", "logits with the MLP at zero, those of a plain hook", edits, felt=moved > 0
         ),
-        _equal(
-            "an edit ends with its trace",
-            "logits of the next trace, those of the bare model",
-            [(after, before)],
-        ),
+        agree("an edit ends with its trace", "logits of the next trace, those of the bare model", traces),
     ]
 
 
@@ -231,14 +201,11 @@ def show_routing(console: Console, model: Any, bare: Any) -> list[Check]:
         outputs.append((layer.post_feedforward_layernorm(both), added))
     mlp = model.layers[0].mlp
     _indented(console, Text(f"Each token goes to {mlp.top_k} of {mlp.num_experts} experts."))
+    total = "post(post_1(shared_expert_output) + post_2(routed_output))"
     return [
-        _equal("a token's routing sums to one", "router_probabilities.sum(experts), 1", routing, 1e-6),
-        _equal("the experts add up", "expert_outputs.sum(top_k), routed_output", sums, 1e-5),
-        _equal(
-            "the mixture adds up",
-            "post(post_1(shared_expert_output) + post_2(routed_output)), mlp_output",
-            outputs,
-        ),
+        agree("a token's routing sums to one", "router_probabilities.sum(experts), 1", routing, 1e-6),
+        agree("the experts add up", "expert_outputs.sum(top_k), routed_output", sums, 1e-5),
+        agree("the mixture adds up", f"{total}, mlp_output", outputs),
     ]
 
 
@@ -251,41 +218,20 @@ def show_steering(console: Console, model: Any, bare: Any) -> list[Check]:
     tokens, report = steer(model, block, vector)
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     plain = bare.generate(**encoded, **options)
-    with _hook(bare.model.layers[block], lambda stream: stream + 4.0 * vector):
+    with hooked(bare.model.layers[block], lambda stream: stream + 16.0 * vector):
         by_hand = bare.generate(**encoded, **options)
     start = encoded["input_ids"].shape[1]
     for name, text in (("plain", plain), ("steered", tokens)):
-        _indented(console, Text(f"{name + ':':<9}{model.tokenizer.decode(text[0, start:])!r}"))
+        written = _quoted(console, model.tokenizer.decode(text[0, start:]))
+        _indented(console, Text(f"{name + ':':<9}{written}"))
     _indented(console, Text(str(report)))
-    felt = not torch.equal(tokens, plain)
-    count = torch.tensor(report.positions), torch.tensor(tokens.shape[1] - 1)
+    texts, felt = [(tokens, by_hand)], not torch.equal(tokens, plain)
+    # The last token is generated and not fed.
+    counts = [(torch.tensor(report.positions), torch.tensor(tokens.shape[1] - 1))]
     return [
-        _equal(
-            "steering is causal", "tokens generated, those of a plain hook", [(tokens, by_hand)], felt=felt
-        ),
-        _equal("the report is complete", "positions it counts, tokens that were fed", [count]),
+        agree("steering is causal", "tokens generated, those of a plain hook", texts, felt=felt),
+        agree("the report is complete", "positions it counts, tokens that were fed", counts),
     ]
-
-
-# -- the checks ----------------------------------------------------------------------------------
-
-
-def _equal(
-    name: str,
-    compares: str,
-    pairs: Iterable[Pair],
-    allowed: float = 0.0,
-    felt: bool = True,
-) -> Check:
-    differences = [_difference(one, other) for one, other in pairs]
-    # `max` passes over a difference that is no number, unless it comes first.
-    worst = next((d for d in differences if d != d), max(differences, default=float("nan")))
-    return Check(name, compares, worst, allowed, felt)
-
-
-def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference of two tensors, infinite where their shapes differ."""
-    return float((one.double() - other.double()).abs().max()) if one.shape == other.shape else float("inf")
 
 
 def _encoded(model: Any) -> Any:
@@ -294,16 +240,6 @@ def _encoded(model: Any) -> Any:
 
 def _logits(bare: Any, model: Any) -> torch.Tensor:
     return bare(**_encoded(model)).logits
-
-
-@contextmanager
-def _hook(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """A plain PyTorch hook that changes what a module answers."""
-    handle = module.register_forward_hook(lambda _module, _args, output: change(output))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 # -- what is printed -----------------------------------------------------------------------------
@@ -317,21 +253,14 @@ def _indented(console: Console, part: Any) -> None:
     console.print(Padding(part, (0, 0, 0, 2)))
 
 
+def _quoted(console: Console, text: str) -> str:
+    """A text in quotes, as far as the terminal can write it."""
+    return repr(text).encode(console.encoding, "backslashreplace").decode(console.encoding)
+
+
 def _code(console: Console, function: Callable) -> None:
     """The trace of a function as it stands in this file."""
     source = textwrap.dedent(inspect.getsource(function).partition("\n")[2])
     source = source[source.index("with ") : source.index("\nreturn")]
     source = source.replace("PROMPT", repr(PROMPT)).replace("NEW_TOKENS", str(NEW_TOKENS))
     _indented(console, Text(source, style="cyan"))
-
-
-def _verdict(checks: list[Check]) -> Table:
-    table = Table(
-        "check", "compares", "largest difference", "held", box=None, header_style="dim", pad_edge=False
-    )
-    for check in checks:
-        allowed = f" (allowed {check.allowed:g})" if check.allowed else ""
-        felt = "" if check.felt else ", without effect"
-        held = Text("yes", style="green") if check.held else Text("NO", style="bold red")
-        table.add_row(check.name, check.compares, f"{check.difference:.2g}{allowed}{felt}", held)
-    return table

@@ -27,11 +27,13 @@ class Steps(Iterations):
         return Steps(chosen.start, chosen.stop, chosen.steps)
 
     def __iter__(self) -> Iterator[int]:
-        mediator: Any = getcurrent().mediator()  # type: ignore[attr-defined]  # nnsight's worker greenlet
+        worker: Any = getcurrent()  # nnsight's worker, which knows its mediator
+        mediator = worker.mediator()
         state = mediator.interleaver.ledger.of(mediator)
         before = state.step
         try:
-            with closing(super().__iter__()) as steps:  # type: ignore[type-var]  # a generator
+            generator: Any = super().__iter__()
+            with closing(generator) as steps:
                 for step in steps:
                     state.step = step
                     yield step
@@ -50,8 +52,8 @@ class StandardTracer(InterleavingTracer):
         self.full_prefill = full_prefill
 
     def execute(self, code: CodeType) -> None:
-        interleaver: Any = self.envoy.interleaver
-        interleaver.full_prefill = self.full_prefill
+        envoy: Any = self.envoy
+        envoy.interleaver.full_prefill = self.full_prefill
         super().execute(code)
 
     @property

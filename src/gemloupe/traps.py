@@ -136,8 +136,10 @@ def _looking_ahead(plan: ModelPlan) -> str | None:
         return "Attention is not causal: every token sees the ones after it."
     if plan.bidirectional is None or not plan.has_vision:
         return None
-    # transformers 5.24: `create_masks_for_generate` against `create_masks_for_vision_model`.
-    where = "on every block" if plan.model_type == "gemma4_unified_text" else "on sliding blocks alone"
+    # transformers 5.20 to 5.24: Gemma4Model.forward overlays the sliding blocks' mask alone, that of
+    # Gemma4UnifiedModel both; its `create_masks_for_generate`, which a static cache asks, does not.
+    unified = plan.model_type == "gemma4_unified_text"
+    where = "on every block unless `generate` has a static cache" if unified else "on sliding blocks alone"
     return (
         f"The tokens of one image attend to each other in both directions, {where}, if the call is given "
         f"`mm_token_type_ids`; without them attention is causal."

@@ -47,7 +47,8 @@ def _no_modality(host: Any, what: str) -> str:
         return f"this checkpoint takes no {what}.\nUse token_embeddings for what enters the stream."
     return (
         f"this is the text-only model, which takes no {what}.\n"
-        f"Load the published repository, whose config has the towers, or wrap its *ForConditionalGeneration module."
+        f"Load the published repository, whose config has the towers, or wrap its "
+        f"*ForConditionalGeneration module."
     )
 
 

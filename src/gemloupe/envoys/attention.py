@@ -47,7 +47,7 @@ class Attention(BlockFacts, PartOfBlock):
 
     @served("source.own_keys.output", needs=borrows("keys"))
     def own_keys(self, value: Any) -> OwnKeys:
-        """The keys this block computes, after `k_norm` and the rotary embedding, before they are cached or lent.
+        """The keys this block computes, normed and rotated, before they are cached or lent.
 
         Layout: [batch kv_heads seq head_dim]. A write reaches this block, every borrower, and later
         decoding steps.

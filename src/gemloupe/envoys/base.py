@@ -12,9 +12,10 @@ from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.source import SourceNotAvailable
 
 from ..errors import NoSuchBlock, Unavailable, UnknownName, UnsupportedRelease
-from ..served import Served, served_values
+from ..served import served_values
 
 if TYPE_CHECKING:
+    from ..ledger import StandardInterleaver
     from ..plan import BlockPlan, ModelPlan
 
 __all__ = ["Blocks", "Operation", "PartOfBlock", "StandardEnvoy"]
@@ -49,6 +50,8 @@ class Operation:
 class StandardEnvoy(Envoy):
     """An envoy that serves standard values."""
 
+    interleaver: StandardInterleaver
+
     OPERATIONS: ClassVar[dict[str, Operation]] = {}
     """The operations that values of this class are served from, by a name of ours."""
 
@@ -65,7 +68,7 @@ class StandardEnvoy(Envoy):
     @property
     def model_plan(self) -> ModelPlan:
         """What the config says of the whole model."""
-        return self.root.plan  # type: ignore[union-attr]  # the root is a StandardizedTransformer
+        return self.root.plan
 
     def relative(self, of: str) -> StandardEnvoy:
         """The envoy a value's location counts from: `self`, `block`, or `root`."""
@@ -92,15 +95,18 @@ class StandardEnvoy(Envoy):
         return f"{self.path}.source.{self.labels[name]}.{end}"
 
     @property
-    def labels(self) -> dict[str, str]:
-        """nnsight's label for each of `OPERATIONS`. Instruments the module's forward on first use."""
+    def labels(self) -> dict[str, str | None]:
+        """nnsight's label for each of `OPERATIONS`, `None` for one this transformers release lacks.
+
+        Instruments the module's forward on first use.
+        """
         state = self.__dict__.get("_labels")
         if state is None or state[0] is not self._module:
             state = (self._module, self._find_operations())
             self.__dict__["_labels"] = state
         return state[1]
 
-    def _find_operations(self) -> dict[str, str]:
+    def _find_operations(self) -> dict[str, str | None]:
         kind = type(self._module).__name__
         try:
             compiled = self.source.compiled
@@ -116,7 +122,7 @@ class StandardEnvoy(Envoy):
                     f"gemloupe does not know: no line has {self.OPERATIONS[name].line!r}. "
                     f"Install a transformers release between 5.20 and 5.24."
                 )
-        return found  # type: ignore[return-value]  # every label was found
+        return found
 
     # -- names -----------------------------------------------------------------------------------
 

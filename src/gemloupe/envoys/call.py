@@ -91,8 +91,8 @@ class AttentionCall:
         """Take `new` for a role."""
         if role == "scores" and "pattern" in self.held and self._edited("pattern"):
             raise OutOfOrder(
-                f"{self._name('attention_scores')} was written after attention_probabilities, which was edited: "
-                f"the pattern follows from the scores.\nEdit the scores first, then read the pattern."
+                f"{self._name('attention_scores')} was written after attention_probabilities, which was "
+                f"edited: the pattern follows from the scores.\nEdit the scores first, then read the pattern."
             )
         self.held[role] = new
         self.written.add(role)
@@ -129,7 +129,7 @@ class AttentionCall:
         return own
 
     def _current(self, role: str) -> torch.Tensor:
-        return self.held.get(role, self.args[_ARGUMENT[role]])
+        return self.held[role] if role in self.held else self.args[_ARGUMENT[role]]
 
     def _remember(self) -> None:
         self.computed_from = {role: self._state(role) for role in ("queries", "keys")}
@@ -143,8 +143,8 @@ class AttentionCall:
         moved = any(self._state(role) != known for role, known in self.computed_from.items())
         if moved and any(self._edited(role) for role in ("scores", "pattern") if role in self.held):
             raise OutOfOrder(
-                f"{self._name('attention_queries')} or attention_keys was edited after the scores or the pattern "
-                f"that follow from them were edited.\nEdit queries and keys first."
+                f"{self._name('attention_queries')} or attention_keys was edited after the scores or the "
+                f"pattern that follow from them were edited.\nEdit queries and keys first."
             )
         return moved
 
@@ -215,7 +215,8 @@ class AttentionCall:
     def _at(self, end: str, event: Event, *value: Any) -> Any:
         """Ask for a location at this call's own visit, whichever step the worker has moved on to."""
         location = self.host.location(f"{CALL}.{end}")
-        return getcurrent().parent.switch(Pending(event, location, self.visit, *value))
+        worker: Any = getcurrent()
+        return worker.parent.switch(Pending(event, location, self.visit, *value))
 
 
 class HeadOutputs(Served):

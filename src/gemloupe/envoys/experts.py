@@ -75,8 +75,8 @@ class ExpertOutputs(Served):
         label = fused.label(compiled(ALL_EXPERTS_FUNCTIONS[implementation(obj)]))
         if label is None:
             raise UnsupportedRelease(
-                f"transformers {transformers.__version__} spells its {implementation(obj)} experts in a way this "
-                f"release of gemloupe does not know. Load with experts_implementation='eager'."
+                f"transformers {transformers.__version__} spells its {implementation(obj)} experts in a way "
+                f"this release of gemloupe does not know. Load with experts_implementation='eager'."
             )
         return f"{call.removesuffix('.skip')}.source.{label}.output"
 

@@ -37,7 +37,7 @@ class Layer(BlockFacts, PartOfBlock):
     @property
     def index(self) -> int:
         """The block's place in the stack, from 0."""
-        return self._module.layer_idx
+        return int(self._module.layer_idx)  # pyright: ignore[reportArgumentType]  # torch types it as a tensor
 
     @property
     def standard_path(self) -> str:

@@ -81,7 +81,7 @@ def heads_of(pattern: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _grouped(by_head: torch.Tensor, by_kv_head: torch.Tensor) -> torch.Tensor:
-    """`[batch heads query n]` as `[batch kv_heads group*query n]`: the heads that share a key head together."""
+    """`[batch heads query n]` as `[batch kv_heads group*query n]`: heads that share a key head together."""
     batch, heads, length, width = by_head.shape
     kv_heads = by_kv_head.shape[1]
     return by_head.reshape(batch, kv_heads, heads // kv_heads * length, width)

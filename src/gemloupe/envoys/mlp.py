@@ -243,7 +243,8 @@ class Mlp(BlockFacts, PartOfBlock):
         current = tokens(self, chosen)
         if indices.shape != current.shape:
             raise BadArgument(
-                f"{name} takes indices of shape {tuple(current.shape)} [batch seq top_k], not {tuple(indices.shape)}."
+                f"{name} takes indices of shape {tuple(current.shape)} [batch seq top_k], "
+                f"not {tuple(indices.shape)}."
             )
         chosen = flattened(self, indices.to(current), chosen)
         router = self.router._module
@@ -261,7 +262,7 @@ class Mlp(BlockFacts, PartOfBlock):
         ):
             raise BadArgument(f"{name} takes an integer tensor [batch seq top_k].")
         experts = self.num_experts or 0
-        if indices.numel() and not (0 <= int(indices.min()) and int(indices.max()) < experts):
+        if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < experts):
             raise BadArgument(
                 f"{name}: experts are numbered 0 to {experts - 1}; the indices go from "
                 f"{int(indices.min())} to {int(indices.max())}."

@@ -1,0 +1,164 @@
+"""Measuring two things against each other on a machine that does other work as well.
+
+Both sides run in turn, A B, B A, A B, ..., and each pair gives one ratio: what slows the machine down for
+longer than a pair slows both sides down. The median of the ratios is the result; its interval says
+whether the pairs were enough to tell on which side of a bound it lies.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import comb
+from pathlib import Path
+from statistics import median, quantiles
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Measurement", "Sample", "Side", "alternate", "command", "python"]
+
+
+class Sample(NamedTuple):
+    """What one run took, in seconds: on the wall clock, and of all this process's threads together."""
+
+    wall: float
+    cpu: float
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two things measured."""
+
+    run: Callable[..., Any]
+    """What is timed. Its result is compared with the other side's, and freed after the clock has stopped."""
+    setup: Callable[[], Any] | None = None
+    """Makes the argument of `run` before the clock starts, afresh for every run."""
+    clock: Callable[[Any], Sample] | None = None
+    """Reads the time off the result, where the work was done in another process."""
+
+    def sample(self) -> tuple[Sample, Any]:
+        """One timed run, and what it returned."""
+        arguments = () if self.setup is None else (self.setup(),)
+        gc.collect()  # or one side pays for the other's garbage
+        wall, cpu = perf_counter(), process_time()
+        result = self.run(*arguments)
+        sample = Sample(perf_counter() - wall, process_time() - cpu)
+        return (sample if self.clock is None else self.clock(result)), result
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Pairs of samples, taken in turn."""
+
+    ours: tuple[Sample, ...]
+    theirs: tuple[Sample, ...]
+
+    @property
+    def ratios(self) -> list[float]:
+        """Wall time of each pair, ours over theirs."""
+        return [ours.wall / theirs.wall for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def cpu_ratio(self) -> float:
+        """The median of the pairs' ratios of computing time: steadier than wall time on a busy machine."""
+        return median(ours.cpu / theirs.cpu for ours, theirs in zip(self.ours, self.theirs, strict=True))
+
+    @property
+    def seconds(self) -> list[float]:
+        """Wall time of our side alone."""
+        return [sample.wall for sample in self.ours]
+
+
+def alternate(
+    ours: Side, theirs: Side, pairs: int, *, warmup: int = 1, same: Callable[[Any], Any] | None = None
+) -> Measurement:
+    """Run both sides in turn, `pairs` times each, after `warmup` pairs that do not count.
+
+    same: takes from a result the tensors that both sides must agree on, bit for bit: two sides that
+        compute different things are not compared. It is asked on every pair.
+    Raises: AssertionError, where they differ.
+    """
+    samples: tuple[list[Sample], list[Sample]] = ([], [])
+    for pair in range(warmup + pairs):
+        results: list[Any] = [None, None]
+        for which in (0, 1) if pair % 2 == 0 else (1, 0):
+            sample, results[which] = (ours, theirs)[which].sample()
+            if pair >= warmup:
+                samples[which].append(sample)
+        if same is not None:
+            _insist(same(results[0]), same(results[1]))
+    return Measurement(tuple(samples[0]), tuple(samples[1]))
+
+
+def _insist(ours: Any, theirs: Any) -> None:
+    ours, theirs = ([value] if isinstance(value, torch.Tensor) else list(value) for value in (ours, theirs))
+    assert len(ours) == len(theirs), f"one side gave {len(ours)} tensors, the other {len(theirs)}"
+    for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(one, other), f"tensor {index} differs: what is compared is not the same work"
+
+
+# ---- whole processes ---------------------------------------------------------------------------------------
+
+
+def command(arguments: Sequence[str], **environment: str) -> Sample:
+    """What a command took from its start to its end, and the computing time of it and its children."""
+    before, wall = resource.getrusage(resource.RUSAGE_CHILDREN), perf_counter()
+    subprocess.run(arguments, check=True, env={**os.environ, **environment}, stdout=subprocess.DEVNULL)
+    wall, after = perf_counter() - wall, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return Sample(wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    """The command that runs `code` in a Python of its own, which finds the modules that this one finds."""
+    return [sys.executable, "-c", f"import sys; sys.path[:0] = {_roots()!r}\n{code}", *arguments]
+
+
+def _roots() -> list[str]:
+    import gemloupe
+
+    # Python finds an installed package by itself, and its start would be slower for nothing.
+    place = Path(gemloupe.__file__).parents[1]
+    return [] if place.name in ("site-packages", "dist-packages") else [str(place)]
+
+
+def timed_in_process(arguments: Sequence[str]) -> Sample:
+    """The `[wall, cpu]` that a command of `python` printed as its last line."""
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    return Sample(*json.loads(done.stdout.strip().split("\n")[-1]))
+
+
+# ---- what the samples say ----------------------------------------------------------------------------------
+
+
+class Spread(NamedTuple):
+    """The middle of a list of numbers, the middle half, and where the true median is with 95 % confidence."""
+
+    median: float
+    quarter: float
+    three_quarters: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Order statistics: nothing is assumed of the distribution. With few values the interval is all of them."""
+    ordered = sorted(values)
+    quarter, middle, three_quarters = quantiles(ordered, method="inclusive") if len(ordered) > 1 else ordered * 3
+    outside = _ranks_outside(len(ordered))
+    return Spread(middle, quarter, three_quarters, ordered[outside], ordered[-1 - outside])
+
+
+def _ranks_outside(count: int) -> int:
+    """How many values at each end lie outside the 95 % interval of the median (by the binomial of a half)."""
+    below, rank = 0.0, 0
+    while (below := below + comb(count, rank) / 2**count) <= 0.025:
+        rank += 1
+    return min(rank, (count - 1) // 2)

@@ -1,0 +1,53 @@
+"""A row of the benchmark table: what is measured, against what, and the bound it must keep."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.measure import Measurement, Spread, spread
+from benchmarks.models import Size
+
+__all__ = ["Result", "Row"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row. `measure` takes the size of the models and the number of pairs."""
+
+    name: str
+    what: str
+    against: str
+    measure: Callable[[Size, int], Measurement]
+    bound: float | None = None
+    """The largest median allowed; a row without one is there for context."""
+    unit: Literal["ratio", "seconds"] = "ratio"
+    """What the bound is of: the ratio of both sides, or the time of ours."""
+    pairs: int = 31
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row that was measured."""
+
+    row: Row
+    measurement: Measurement
+
+    @property
+    def spread(self) -> Spread:
+        """The row's own numbers: ratios, or seconds."""
+        return spread(self.measurement.ratios if self.row.unit == "ratio" else self.measurement.seconds)
+
+    @property
+    def held(self) -> bool | None:
+        """Whether the median keeps the bound, `None` where there is none."""
+        return None if self.row.bound is None else self.spread.median <= self.row.bound
+
+    @property
+    def sure(self) -> bool:
+        """Whether the bound lies outside the median's 95 % interval, which takes six pairs at least."""
+        bound, spread = self.row.bound, self.spread
+        if bound is None:
+            return True
+        return len(self.measurement.ours) >= 6 and not spread.low <= bound <= spread.high

@@ -1,0 +1,124 @@
+"""The models that the core's tests run, bare and wrapped, and what they are run on.
+
+A bare model is transformers' own, built apart with the same weights, never wrapped and never traced.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemloupe.testing import SHAPES, tiny, tiny_module
+
+SEED = int(os.environ["GEMLOUPE_TEST_SEED"])
+BOS = 2
+# The longest overruns the sliding window of six twice; the shortest is padded by ten.
+LENGTHS = (13, 7, 3)
+
+
+def ids(length: int, salt: int = 0) -> Tensor:
+    """A prompt of `length` random tokens, `[1 length]`, BOS first; ids of plain bytes alone."""
+    random = torch.Generator().manual_seed(1000 * SEED + 10 * length + salt)
+    row = torch.randint(20, 260, (1, length), generator=random)
+    row[:, 0] = BOS
+    return row
+
+
+def prompts(batched: bool = True) -> list[Tensor]:
+    """One prompt, or several of unequal length."""
+    return [ids(length) for length in (LENGTHS if batched else LENGTHS[:1])]
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    """The rows as one batch, padded on the left, each counted from its first real token."""
+    width = max(row.shape[1] for row in rows)
+    batch = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask = torch.zeros_like(batch)
+    for i, row in enumerate(rows):
+        batch[i, width - row.shape[1] :] = row
+        mask[i, width - row.shape[1] :] = 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"input_ids": batch, "attention_mask": mask, "position_ids": positions}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and one way to run it."""
+
+    shape: str
+    wrapper: bool = False
+    attention: str = "sdpa"
+    dtype: torch.dtype = torch.float32
+    experts: str | None = None
+    batched: bool = False
+
+    def __str__(self) -> str:
+        parts = [self.shape, "wrapper" if self.wrapper else "text", self.attention]
+        parts += [str(self.dtype).removeprefix("torch."), self.experts, "batched" if self.batched else None]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "wrapper": self.wrapper,
+            # The audio tower knows no sdpa, so a wrapper cannot be asked for it by name; it is the default.
+            "attn_implementation": None if self.attention == "sdpa" else self.attention,
+            "experts_implementation": self.experts,
+            "dtype": self.dtype,
+            "seed": SEED,
+        }
+
+    @property
+    def prompts(self) -> list[Tensor]:
+        return prompts(self.batched)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        return padded(self.prompts)
+
+    def model(self) -> Any:
+        return wrapped(replace(self, batched=False))
+
+    def bare(self) -> Any:
+        return unwrapped(replace(self, batched=False))
+
+    def logits(self) -> Tensor:
+        """What the bare model answers, `[rows seq vocab]`."""
+        with torch.no_grad():
+            return self.bare()(**self.inputs).logits
+
+
+@cache
+def wrapped(case: Case) -> Any:
+    return tiny(case.shape, **case.options)
+
+
+@cache
+def unwrapped(case: Case) -> Any:
+    return tiny_module(case.shape, **case.options)
+
+
+def every_case(
+    *,
+    shapes: tuple[str, ...] = SHAPES,
+    wrapper: tuple[bool, ...] = (False, True),
+    attention: tuple[str, ...] = ("sdpa", "eager"),
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
+    experts: tuple[str, ...] = ("eager", "batched_mm", "grouped_mm"),
+    batched: tuple[bool, ...] = (False, True),
+) -> list[Case]:
+    """The product, in which only the mixture is run under several experts implementations."""
+    return [
+        Case(shape, load, attn, dtype, expert, rows)
+        for shape in shapes
+        for load in wrapper
+        for attn in attention
+        for dtype in dtypes
+        for expert in (experts if shape == "26b-a4b" else (None,))
+        for rows in batched
+    ]

@@ -1,0 +1,252 @@
+"""The command line: what it prints where, its exit statuses, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from huggingface_hub.utils import logging as hub_logging
+from transformers import LlamaConfig
+from transformers.utils import logging as transformers_logging
+from typer.testing import CliRunner
+
+import gemloupe
+from gemloupe import card, tour
+from gemloupe.cli import app
+from gemloupe.plan import plan
+from gemloupe.testing import SHAPES, tiny_config
+from tests.test_plan import PUBLISHED
+
+WIDE: Final = {"COLUMNS": "200"}
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env=WIDE)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python -m gemloupe`, in a process of its own that cannot reach the hub."""
+    return python("-m", "gemloupe", *arguments, **environment)
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "120", **environment}
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, encoding="utf-8", env=settings, check=False
+    )
+
+
+# ---- in a process of its own ------------------------------------------------------------------------------
+
+
+def test_the_tour_in_a_process():
+    result = run("tour")
+    assert result.stderr == ""
+    assert result.returncode == 0
+    assert "A tiny e2b: 10 blocks, hidden 40, random weights" in result.stdout
+    assert "├── layers[0] for blocks 0-4" in result.stdout
+    assert "What held: 11 of 11" in result.stdout
+
+
+def test_a_terminal_that_knows_ascii_alone():
+    result = run("tour", "--shape", "12b", PYTHONIOENCODING="ascii")
+    assert (result.stderr, result.returncode) == ("", 0)
+    assert result.stdout.isascii()
+
+
+def test_the_card_in_a_process(tmp_path: Path):
+    PUBLISHED["12B"].text_config().save_pretrained(tmp_path)
+    result = run("inspect", str(tmp_path))
+    assert result.stderr == ""
+    assert result.returncode == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert "layers 48 (40 sliding, 8 full)" in lines
+    assert "hidden size 3840" in lines
+    assert "parameters 11.91 B (11,907,350,272; text model, tied head counted once)" in lines
+    assert "5, 11, 17, 23, 29, 35, 41, 47 full 16 1 512 15360 own, values from k_proj" in lines
+
+
+def test_json_in_a_process():
+    result = run("inspect", "tiny:e2b:wrapper", "--json")
+    assert (result.stderr, result.returncode) == ("", 0)
+    assert (
+        json.loads(result.stdout)["num_parameters"] == plan(tiny_config("e2b", wrapper=True)).num_parameters
+    )
+
+
+def test_a_repository_that_is_not_there():
+    result = run("inspect", "google/no-such-model")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert re.fullmatch(
+        r"gemloupe: google/no-such-model is no directory or reachable repo id .*\n", result.stderr
+    )
+
+
+def test_the_version_in_a_process():
+    result = run("--version")
+    assert (result.stdout, result.stderr, result.returncode) == (f"{gemloupe.__version__}\n", "", 0)
+
+
+HEAVY: Final = (
+    "[name for name in ('torch', 'transformers', 'nnsight', 'huggingface_hub') if name in sys.modules]"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        (["--help"], []),
+        (["--version"], []),
+        (["tour", "--help"], []),
+        (["inspect", "--help"], []),
+        (["inspect", "tiny:e2b"], ["torch", "transformers", "nnsight", "huggingface_hub"]),
+    ],
+)
+def test_help_imports_nothing_heavy(arguments: list[str], heavy: list[str]):
+    code = (
+        f"import sys\nfrom gemloupe.cli import app\napp({arguments}, standalone_mode=False)\nprint({HEAVY})"
+    )
+    result = python("-c", code)
+    assert result.stderr == ""
+    assert result.stdout.splitlines()[-1] == str(heavy)
+
+
+# ---- in this process --------------------------------------------------------------------------------------
+
+
+def test_help_names_the_commands_and_the_shapes():
+    text = invoke("--help").stdout
+    assert re.findall(r"^│ (\w+) ", text.partition("Commands")[2], re.MULTILINE) == ["tour", "inspect"]
+    assert "--version" in text
+    shapes = re.search(r"shape: (.+?)\.", invoke("tour", "--help").stdout)
+    assert shapes
+    assert re.split(r", | or ", shapes[1]) == list(SHAPES)
+    assert "tiny:SHAPE" in invoke("inspect", "--help").stdout
+
+
+def test_the_version():
+    result = invoke("--version")
+    assert (result.exit_code, result.stdout) == (0, f"{gemloupe.__version__}\n")
+
+
+def test_the_shape_is_the_tours(monkeypatch: pytest.MonkeyPatch):
+    taken = []
+    monkeypatch.setattr(
+        tour, "take_tour", lambda shape, console: taken.append((shape, console.width)) or True
+    )
+    assert [invoke("tour", "--shape", "31b").exit_code, invoke("tour").exit_code] == [0, 0]
+    assert taken == [("31b", 200), ("e2b", 200)]
+
+
+def test_a_check_that_does_not_hold_is_exit_status_1(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tour, "take_tour", lambda *_: False)
+    result = invoke("tour")
+    assert (result.exit_code, result.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("target", [*(f"tiny:{shape}" for shape in SHAPES), "tiny:12b:wrapper"])
+def test_a_card_and_its_json(target: str):
+    text, data = invoke("inspect", target), invoke("inspect", target, "--json")
+    assert (text.exit_code, data.exit_code) == (0, 0)
+    assert text.stderr == data.stderr == ""
+    assert text.stdout.splitlines()[0].strip() == target
+    assert json.loads(data.stdout) == json.loads(card.read_card(target).to_json())
+    assert all(word in text.stdout for word in ("Blocks", "Values", "Traps", "[i]"))
+
+
+@pytest.fixture
+def wrong_targets(tmp_path: Path) -> dict[str, str]:
+    for name, config in {
+        "broken": "{",
+        "untyped": "{}",
+        "mistyped": '{"model_type": "gemma4_text", "hidden_size": "wide"}',
+        "unconsidered": '{"model_type": "gemma4_text", "new_field": 1}',
+    }.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(config)
+    LlamaConfig().save_pretrained(tmp_path / "llama")
+    (tmp_path / "empty").mkdir()
+    return {name: str(tmp_path / name) for name in (*(path.name for path in tmp_path.iterdir()), "missing")}
+
+
+WRONG: Final = {
+    "empty": "has no config.json",
+    "missing": "is no directory with a config",
+    "broken": "not a valid JSON file",
+    "untyped": "Should have a `model_type` key",
+    "mistyped": "expected int, got str",
+    "unconsidered": "config.new_field=1: Gemloupe has not considered this field",
+    "llama": "model type 'llama' is not supported; known are gemma4_text, gemma4_unified_text",
+}
+
+
+@pytest.mark.parametrize("json_too", [False, True])
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_target_is_one_line_and_exit_status_2(
+    wrong_targets: dict[str, str], name: str, json_too: bool
+):
+    result = invoke("inspect", wrong_targets[name], *(["--json"] if json_too else []))
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"gemloupe: .+\n", result.stderr)
+    assert WRONG[name] in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("tour", "--shape", "e3b"), ("inspect", "tiny:e3b")])
+def test_an_unknown_shape_names_the_known(arguments: tuple[str, ...]):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"gemloupe: there is no .*e3b.*\n", result.stderr)
+    assert all(shape in result.stderr for shape in SHAPES)
+
+
+@pytest.mark.parametrize("arguments", [(), ("inspect",), ("sing",), ("tour", "--loud"), ("verify",)])
+def test_a_wrong_call_is_exit_status_2(arguments: tuple[str, ...]):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+
+
+def test_a_mistake_of_ours_is_not_called_the_users(monkeypatch: pytest.MonkeyPatch):
+    def broken(_target: str):
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(card, "read_card", broken)
+    result = invoke("inspect", "tiny:e2b")
+    assert result.exit_code == 1
+    assert isinstance(result.exception, KeyError)
+
+
+def test_the_libraries_below_are_quiet_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
+    hub = logging.getLogger("huggingface_hub")
+    seen = []
+
+    def noisy(*_: Any) -> bool:
+        warnings.warn("a warning", stacklevel=1)
+        transformers_logging.get_logger("transformers.noise").warning("a log line")
+        hub.warning("another")
+        seen.append((transformers_logging.is_progress_bar_enabled(), hub_logging.get_verbosity()))
+        return True
+
+    monkeypatch.setattr(tour, "take_tour", noisy)
+    transformers_logging.enable_progress_bar()
+    before = transformers_logging.get_verbosity(), hub_logging.get_verbosity(), list(warnings.filters)
+    result = invoke("tour")
+    assert (result.exit_code, result.output) == (0, "")
+    assert seen == [(False, logging.ERROR)]
+    assert before == (
+        transformers_logging.get_verbosity(),
+        hub_logging.get_verbosity(),
+        list(warnings.filters),
+    )
+    assert transformers_logging.is_progress_bar_enabled()
