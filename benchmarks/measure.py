@@ -13,7 +13,8 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
 from pathlib import Path
@@ -76,6 +77,11 @@ class Measurement:
         """Wall time of our side alone."""
         return [sample.wall for sample in self.ours]
 
+    @property
+    def added(self) -> list[float]:
+        """Computing time that our side of each pair took more."""
+        return [ours.cpu - theirs.cpu for ours, theirs in zip(self.ours, self.theirs, strict=True)]
+
 
 def alternate(
     ours: Side, theirs: Side, pairs: int, *, warmup: int = 1, same: Callable[[Any], Any] | None = None
@@ -86,16 +92,28 @@ def alternate(
         compute different things are not compared. It is asked on every pair.
     Raises: AssertionError, where they differ.
     """
-    samples: tuple[list[Sample], list[Sample]] = ([], [])
-    for pair in range(warmup + pairs):
-        results: list[Any] = [None, None]
-        for which in (0, 1) if pair % 2 == 0 else (1, 0):
-            sample, results[which] = (ours, theirs)[which].sample()
+    taken: list[tuple[Sample, Sample]] = []
+    with frozen():
+        for pair in range(warmup + pairs):
+            order = (ours, theirs) if pair % 2 == 0 else (theirs, ours)
+            sampled = {id(side): side.sample() for side in order}
+            (our_sample, our_result), (their_sample, their_result) = sampled[id(ours)], sampled[id(theirs)]
+            if same is not None:
+                _insist(same(our_result), same(their_result))
             if pair >= warmup:
-                samples[which].append(sample)
-        if same is not None:
-            _insist(same(results[0]), same(results[1]))
-    return Measurement(tuple(samples[0]), tuple(samples[1]))
+                taken.append((our_sample, their_sample))
+    return Measurement(tuple(our for our, _ in taken), tuple(their for _, their in taken))
+
+
+@contextmanager
+def frozen() -> Iterator[None]:
+    """Keep what is alive now out of garbage collections: torch and transformers alone are a million objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _insist(ours: Any, theirs: Any) -> None:

@@ -22,8 +22,8 @@ class Row:
     measure: Callable[[Size, int], Measurement]
     bound: float | None = None
     """The largest median allowed; a row without one is there for context."""
-    unit: Literal["ratio", "seconds"] = "ratio"
-    """What the bound is of: the ratio of both sides, or the time of ours."""
+    unit: Literal["ratio", "seconds", "added"] = "ratio"
+    """What is measured: the ratio of both sides, the time of ours, or the computing time that ours adds."""
     pairs: int = 31
 
 
@@ -36,8 +36,10 @@ class Result:
 
     @property
     def spread(self) -> Spread:
-        """The row's own numbers: ratios, or seconds."""
-        return spread(self.measurement.ratios if self.row.unit == "ratio" else self.measurement.seconds)
+        """The row's own numbers, in its unit."""
+        measured = self.measurement
+        values = {"ratio": measured.ratios, "seconds": measured.seconds, "added": measured.added}
+        return spread(values[self.row.unit])
 
     @property
     def held(self) -> bool | None:

@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from gemloupe.plan import ModelPlan, plan
 from gemloupe.served import served_values
+from gemloupe.standardized import StandardizedTransformer
 from gemloupe.support import HOSTS
-from gemloupe.testing import SHAPES, tiny_config, tiny_module
+from gemloupe.testing import SHAPES, tiny_config, tiny_module, tiny_tokenizer
 from gemloupe.traps import traps
 from tests.test_plan import PUBLISHED
+from tests.test_testing import image_inputs
 
 IDS: Final = torch.tensor([[2, 50, 51, 52, 53, 54, 55, 56, 57, 58]])
 
@@ -58,7 +60,7 @@ each_shape = pytest.mark.parametrize("shape", SHAPES)
 def test_a_trap_names_only_what_there_is(shape: str, wrapper: bool):
     facts = {"head_dim", "num_kv_heads", "intermediate_size", "layer_scalar"}  # attributes of a block
     modules = {"lm_head", "q_norm", "k_norm", "k_proj", "v_proj", "v_norm(k_proj(x))"}
-    calls = {"generate", "project_on_vocab", "mm_token_type_ids"}
+    calls = {"generate", "full_prefill=False", "project_on_vocab", "mm_token_type_ids"}
     values = {name for kind in HOSTS.values() for name in served_values(kind)}
     sentences = traps(plan(tiny_config(shape, wrapper=wrapper)))
     assert len(sentences) == len(set(sentences)) >= 7
@@ -123,6 +125,16 @@ def test_who_sees_one_row_of_the_prompt(shape: str):
     rows = [stream[0].shape[1] for stream in streams]
     assert [i for i, seen in enumerate(rows) if seen == 1] == (numbers(found[1]) if found else [])
     assert set(rows) <= {1, IDS.shape[1]}
+    wrapped = StandardizedTransformer(tiny_module(shape), tokenizer=tiny_tokenizer())
+    for options, expected in (({}, [IDS.shape[1]] * len(rows)), ({"full_prefill": False}, rows)):
+        assert _rows_in_a_trace(wrapped, options) == expected
+
+
+def _rows_in_a_trace(model: Any, options: dict[str, Any]) -> list[int]:
+    rows = []
+    with model.generate(IDS, max_new_tokens=2, do_sample=False, **options):
+        rows.extend(layer.layer_output.shape[1] for layer in model.layers)
+    return rows
 
 
 @each_shape
@@ -205,6 +217,19 @@ def test_the_scale_of_the_embeddings(shape: str):
 
 
 @each_shape
+def test_what_an_image_puts_into_the_stream_is_not_scaled(shape: str):
+    model = tiny_module(shape, wrapper=True)
+    assert trap(model, r"scaled by sqrt\(\d+\) = [\d.]+, what an image puts in their place is not\.$")
+    assert trap(tiny_module(shape), "what an image puts") is None
+    given = image_inputs(shape)
+    features, stream = outputs(model.model.embed_vision), inputs(model.model.language_model.layers[0])
+    model(**given)
+    slots = given["input_ids"] == model.config.image_token_id
+    soft_tokens = getattr(features[0], "pooler_output", features[0])  # the unified model's is a ModelOutput
+    assert torch.equal(stream[0][slots].flatten(), soft_tokens.flatten())
+
+
+@each_shape
 def test_the_tied_head(shape: str):
     model = tiny_module(shape)
     assert trap(model, "`lm_head` has the embedding's own weight")
@@ -247,6 +272,29 @@ def test_which_coordinates_turn(shape: str):
     turning = sin[0, 0].nonzero().flatten().tolist()
     assert turning == [*numbers(found[3]), *numbers(found[4])]
     assert (len(turning), sin.shape[-1]) == (int(found[1]), int(found[2]))
+
+
+@pytest.mark.parametrize("shape", ["e2b", "e4b"])
+def test_what_replaces_a_token(shape: str):
+    model = StandardizedTransformer(tiny_module(shape), tokenizer=tiny_tokenizer())
+    assert trap(
+        tiny_module(shape), "to replace a token, write `token_embeddings` and `per_layer_token_inputs`"
+    )
+    other = IDS.clone()
+    other[0, 4] = 99
+    with model.trace(other):
+        embeddings = model.token_embeddings.save()
+        per_layer = model.per_layer_token_inputs.save()
+        expected = model.logits.save()
+    with model.trace(IDS):
+        model.token_embeddings[:] = embeddings
+        half = model.logits.save()
+    with model.trace(IDS):
+        model.token_embeddings[:] = embeddings
+        model.per_layer_token_inputs[:] = per_layer
+        whole = model.logits.save()
+    assert torch.equal(whole, expected)
+    assert not torch.equal(half, expected)
 
 
 @pytest.mark.parametrize("shape", ["e2b", "e4b"])

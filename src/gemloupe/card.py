@@ -114,8 +114,8 @@ def _tiny_config(target: str) -> Any:
     if shape not in SHAPES or rest not in ([], ["wrapper"]):
         known = ", ".join(_TINY + known for known in SHAPES)
         raise BadArgument(
-            f"there is no {target}; the tiny models are {known}, each also as the whole multimodal model, as in "
-            f"{_TINY}{SHAPES[0]}:wrapper."
+            f"there is no {target}; the tiny models are {known}, each also as the whole multimodal model, as "
+            f"in {_TINY}{SHAPES[0]}:wrapper."
         )
     return tiny_config(shape, wrapper=bool(rest))
 

@@ -90,6 +90,8 @@ class Ledger:
         self._owner = weakref.ref(interleaver)
         self._states: dict[Mediator, WorkerState] = {}
         self._watched: list[Watched] = []
+        self.contributions: tuple[Any, torch.Tensor] | None = None
+        """The experts' outputs of the call that runs, under an implementation that holds them nowhere."""
 
     def waiting(self) -> list[torch.Tensor]:
         """The views whose moment has not ended: some worker's write-back still waits for them."""

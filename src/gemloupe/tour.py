@@ -102,7 +102,7 @@ def route(model: Any, block: int) -> tuple[torch.Tensor, ...]:
 
 def steer(model: Any, block: int, vector: torch.Tensor) -> tuple[torch.Tensor, Any]:
     with model.generate(PROMPT, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS) as tracer:
-        report = model.steer(block, vector, factor=16.0)
+        report = model.steer(block, vector, factor=32.0)
         tokens = tracer.result.save()
     return tokens, report
 
@@ -218,7 +218,7 @@ def show_steering(console: Console, model: Any, bare: Any) -> list[Check]:
     tokens, report = steer(model, block, vector)
     options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
     plain = bare.generate(**encoded, **options)
-    with hooked(bare.model.layers[block], lambda stream: stream + 16.0 * vector):
+    with hooked(bare.model.layers[block], lambda stream: stream + 32.0 * vector):
         by_hand = bare.generate(**encoded, **options)
     start = encoded["input_ids"].shape[1]
     for name, text in (("plain", plain), ("steered", tokens)):

@@ -49,7 +49,10 @@ def _sliced_prompt(plan: ModelPlan) -> str | None:
     if not borrowers:
         return None
     runs = _named(borrowers, "In `generate` transformers runs")
-    return f"{runs} on the last position of the prompt alone, so a plain hook there sees one row of it."
+    return (
+        f"{runs} on the last position of the prompt alone, so a plain hook there sees one row of it. A trace "
+        f"of `generate` sees every row, unless `full_prefill=False` asks for the fast path."
+    )
 
 
 def _values_from_keys(plan: ModelPlan) -> str | None:
@@ -124,11 +127,9 @@ def _scaled_embeddings(plan: ModelPlan) -> str:
 
 
 def _tied_head(plan: ModelPlan) -> str | None:
-    return (
-        "`lm_head` has the embedding's own weight: a change of one is a change of both."
-        if plan.tied
-        else None
-    )
+    if not plan.tied:
+        return None
+    return "`lm_head` has the embedding's own weight: a change of one is a change of both."
 
 
 def _looking_ahead(plan: ModelPlan) -> str | None:

@@ -12,9 +12,10 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
+from greenlet import getcurrent
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 
-from .errors import OutsideTrace
+from .errors import NeverRan, OutsideTrace
 from .ledger import running
 
 __all__ = ["SideWorker", "caller", "keep_prompt", "start_beside", "steps"]
@@ -32,8 +33,8 @@ class SideWorker(Mediator):
     def _run(self) -> None:
         # The steps of this worker are those of the block it was started from.
         self.counts_at_start = self._counts or self.counts_at_start
-        # The run ended while the task waited for a step that was not made: it is done.
-        with suppress(OutOfOrderError):
+        # The run ended while the task waited for a step or a block that was not run: it is done.
+        with suppress(OutOfOrderError, NeverRan):
             self.task()
             self.flush()
 
@@ -68,6 +69,9 @@ def start_beside(model: Any, task: Callable[[], None], *, before: bool) -> None:
     mediators.insert(mediators.index(parent) if before else len(mediators), side)
     # The caller's waiting write-back is of this moment; it goes in before anybody else is served.
     side.start(interleaver)
+    if side.worker:
+        # A run that fails ends the worker, which goes on in its parent: not to be the caller.
+        side.worker.parent = getcurrent().parent
 
 
 def steps(model: Any, first: int | None) -> Iterator[int]:

@@ -83,7 +83,7 @@ def hooks(owner: Any, place: Place, edit: Edit, flat: Edit, stack: Any, size: tu
             if name == "per_layer_token_inputs":
                 sizes = (stack.config.num_hidden_layers, stack.config.hidden_size_per_layer_input)
 
-                def change(tensor: Tensor) -> Tensor:
+                def change(tensor: Tensor, /) -> Tensor:
                     return edit(tensor.unflatten(-1, sizes)).flatten(-2)
 
             return [target.register_forward_hook(lambda _m, _a, out: change(out))]

@@ -1,4 +1,4 @@
-"""Rule 8: on every checkpoint every name answers, before anything runs, with the reason and what to use instead."""
+"""Rule 8: on every checkpoint every name answers before anything runs, with a reason and the alternative."""
 
 from __future__ import annotations
 

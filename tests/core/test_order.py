@@ -1,9 +1,10 @@
-"""Rule 9: values come in forward order, and one that comes too late says so at once and never binds another."""
+"""Rule 9: values come in forward order; one that comes too late says so at once and never binds another."""
 
 from __future__ import annotations
 
 import itertools
 import re
+from typing import Any
 
 import nnsight
 import pytest
@@ -19,7 +20,7 @@ ALL_ORDERS = [*itertools.permutations(ROUTING)]
 SOME_ORDERS = ALL_ORDERS[::17]
 
 
-def late(model, first: Place, then: Place, what: str) -> None:
+def late(model: Any, first: Place, then: Place, what: str) -> None:
     """Touches two places in the wrong order, inside a trace."""
     first.read(model).save()
     if what == "read":
@@ -129,13 +130,21 @@ def test_a_refusal_is_the_package_s_own_error_and_can_be_caught_inside():
 
 def test_a_value_of_a_module_that_did_not_run_says_so():
     model = Case("e2b").model()
-    with pytest.raises(NeverRan, match=r"layers\[4\]\.mlp\.mlp_output"):
-        with model.trace(ids(5)) as tracer:
-            with tracer.invoke():  # pragma: no cover
-                pass
+    with pytest.raises(NeverRan, match=r"layers\[1\]\.mlp\.mlp_neurons was asked for, but this call did not"):
+        with model.trace(ids(5)):
             model.layers[1].mlp.skip(model.layers[1].mlp.mlp_input)
-            model.layers[4].mlp.mlp_output.save()
-            tracer.stop()
+            model.layers[1].mlp.mlp_neurons.save()
+
+
+def test_a_value_that_another_invoke_stopped_before_says_so():
+    model = Case("e2b").model()
+    with pytest.raises(NeverRan, match=r"layers\[4\]\.mid_stream .*stopped before it"):
+        with model.trace() as tracer:
+            with tracer.invoke(ids(5)):
+                model.layers[1].layer_output.save()
+                tracer.stop()
+            with tracer.invoke(ids(3)):
+                model.layers[4].mid_stream.save()
 
 
 # -- the routing's values belong to one moment -------------------------------------------------------
@@ -199,6 +208,43 @@ def test_a_write_to_the_routing_after_its_result_was_read_is_refused(first, name
             setattr(model.layers[1].mlp, name, value * 2)
 
 
+@pytest.mark.xfail(strict=True, reason="2026-11-29: what is kept of a moment is what was there before the write")
+@pytest.mark.parametrize(
+    ("name", "then"),
+    [
+        ("router_logits", "expert_indices"),
+        ("router_probabilities", "expert_weights"),
+        ("expert_weights", "expert_outputs"),
+    ],
+)
+@pytest.mark.parametrize("read_first", [True, False], ids=["read first", "unread"])
+def test_a_written_routing_value_is_read_again_as_written(name, then, read_first):
+    case = Case("26b-a4b")
+    model = case.model()
+    value = reading(case)[0][Place(name, 1, "mlp")].detach().roll(1, -1)
+    with model.trace(case.prompts[0]):
+        mlp = model.layers[1].mlp
+        if read_first:
+            getattr(mlp, name).save()
+        setattr(mlp, name, value)
+        getattr(mlp, then).save()
+        again = getattr(mlp, name).save()
+    assert torch.equal(again, value)
+
+
+@pytest.mark.parametrize("name", ["router_logits", "router_probabilities", "expert_weights"])
+def test_a_routing_value_edited_in_place_is_read_again_as_edited(name):
+    case = Case("26b-a4b")
+    model = case.model()
+    value = reading(case)[0][Place(name, 1, "mlp")].detach().roll(1, -1)
+    with model.trace(case.prompts[0]):
+        mlp = model.layers[1].mlp
+        getattr(mlp, name)[:] = value
+        mlp.expert_outputs.save()
+        again = getattr(mlp, name).save()
+    assert torch.equal(again, value)
+
+
 # -- steps of a generation ---------------------------------------------------------------------------
 
 
@@ -223,7 +269,7 @@ def forwards(case: Case, tokens: Tensor, steps: int) -> list[Tensor]:
     return found
 
 
-LOOPS = {
+LOOPS: dict[str, Any] = {
     "iter[:4]": lambda tracer: tracer.iter[:4],
     "iter[0:4]": lambda tracer: tracer.iter[0:4],
     "iter[[0, 1, 2, 3]]": lambda tracer: tracer.iter[[0, 1, 2, 3]],
@@ -243,7 +289,7 @@ def test_each_step_of_a_loop_serves_its_own_step(shape, loop, batched):
     with model.generate(max_new_tokens=4, do_sample=False, eos_token_id=-1) as tracer:
         for row, logits, given in zip(rows, found, fed, strict=True):
             with tracer.invoke(row):
-                for step in LOOPS[loop](tracer):
+                for _ in LOOPS[loop](tracer):
                     given.append(nnsight.save(model.input_ids))
                     early = model.layers[1].layer_output
                     late = model.layers[-1].layer_output
@@ -263,10 +309,10 @@ def test_an_open_loop_ends_with_the_run(loop):
     case = Case("e2b")
     model = case.model()
     steps = []
-    with pytest.warns(UserWarning, match="never reached"):
+    with pytest.warns(UserWarning, match="never reached"):  # noqa: PT031
         with model.generate(case.prompts[0], max_new_tokens=3, do_sample=False, eos_token_id=-1) as tracer:
-            for step in tracer.all() if loop == "all()" else tracer.iter[:]:
-                steps.append(nnsight.save(model.layers[2].mlp.mlp_output))
+            for _ in tracer.all() if loop == "all()" else tracer.iter[:]:
+                steps.append(nnsight.save(model.layers[2].mlp.mlp_output))  # noqa: PERF401
     assert [value.shape[1] for value in steps] == [13, 1, 1]
 
 
@@ -293,7 +339,7 @@ def test_a_late_request_in_a_step_never_binds_the_next_step(at, what, loop):
                     if what == "read":
                         model.layers[3].layer_output.save()
                     else:
-                        model.layers[3].layer_output = torch.zeros(1)
+                        Place("layer_output", 3).write(model, torch.zeros(1))
     assert seen[-1] == at
     assert f"the {what} of layers[3].layer_output comes too late, after layers[6].layer_output" in str(
         refused.value
@@ -330,17 +376,33 @@ def test_nested_loops_and_a_loop_after_a_loop():
     found = []
     with model.generate(ids(5), max_new_tokens=4, do_sample=False, eos_token_id=-1) as tracer:
         for step in tracer.iter[:2]:
-            found.append((step, nnsight.save(model.input_ids)))
+            found.append((step, nnsight.save(model.input_ids)))  # noqa: PERF401
         for step in tracer.iter[2:4]:
-            found.append((step, nnsight.save(model.input_ids)))
+            found.append((step, nnsight.save(model.input_ids)))  # noqa: PERF401
         tokens = tracer.result.save()
     assert [step for step, _ in found] == [0, 1, 2, 3]
     for step, given in found[1:]:
         assert given.tolist() == [[tokens[0, 4 + step].item()]]
 
 
-def test_routing_values_in_any_order_in_every_step():
-    model = Case("26b-a4b").model()
+every_experts = pytest.mark.parametrize("experts", ["eager", "batched_mm", "grouped_mm"])
+
+
+@every_experts
+@pytest.mark.parametrize("at", [0, 1])
+def test_late_expert_outputs_never_bind_the_next_step(experts, at):
+    """Their location inside the fused function is not counted where nobody has asked for it in time."""
+    model = Case("26b-a4b", experts=experts).model()
+    with pytest.raises(OutOfOrder, match=r"layers\[2\]\.mlp\.expert_outputs comes too late"):
+        with model.generate(ids(5), max_new_tokens=4, do_sample=False, eos_token_id=-1) as tracer:
+            for _ in tracer.iter[at]:
+                model.layers[2].mlp.routed_output.save()
+                model.layers[2].mlp.expert_outputs.save()
+
+
+@every_experts
+def test_routing_values_in_any_order_in_every_step(experts):
+    model = Case("26b-a4b", experts=experts).model()
     found = []
     with model.generate(ids(5), max_new_tokens=3, do_sample=False, eos_token_id=-1) as tracer:
         for _ in tracer.iter[:3]:
@@ -350,4 +412,4 @@ def test_routing_values_in_any_order_in_every_step():
     for step, (outputs, indices, logits, routed) in enumerate(found):
         assert outputs.shape[:3] == (1, 1 if step else 5, 3)
         assert torch.equal(indices, logits.topk(3, -1).indices)
-        assert torch.equal(outputs.sum(2), routed)
+        assert torch.allclose(outputs.sum(2), routed, rtol=0, atol=1e-6)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import nnsight
 import pytest
 import torch
@@ -16,6 +18,12 @@ from tests.core.places import ATTENTION_CALL, Place, first_of_each, reading, wri
 STYLES = ("assigned", "in place")
 # A block that lends its keys and values, or the first; and the last, which borrows where blocks do.
 BLOCKS = {"e2b": (3, 9), "e4b": (4, 11), "26b-a4b": (0, 5), "31b": (0, 5), "12b": (0, 5)}
+READ_BACK: dict[str, Any] = {
+    "shapes": ("26b-a4b",),
+    "wrapper": (False,),
+    "attention": ("sdpa",),
+    "dtypes": (torch.float32,),
+}
 every_style = pytest.mark.parametrize("style", STYLES)
 
 
@@ -172,6 +180,54 @@ def test_zeroing_an_mlp_takes_out_its_contribution():
         extra = block.per_layer_output.save()
         after = block.layer_output.save()
     assert torch.equal((before + extra) * case.bare().model.layers[3].layer_scalar, after)
+
+
+@pytest.mark.parametrize("case", [Case("e2b"), *every_case(**READ_BACK)], ids=str)
+@every_style
+def test_what_was_written_is_read_back(case, style):
+    """And reading it back changes nothing: the answer is that of the write alone."""
+    model, invoke = case.model(), int(case.batched)
+    for place in first_of_each(outside_the_call(model), BLOCKS[case.shape][:1]):
+        value = reading(case)[invoke][place].detach() * 1.5
+        seen: list[Tensor] = []
+
+        def alone(model, place=place, value=value):
+            put(place, model, value, style)
+
+        def read_back(model, place=place, value=value, seen=seen):
+            put(place, model, value, style)
+            seen.append(place.read(model).detach().clone())
+            seen.append(place.read(model).detach().clone())
+
+        assert torch.equal(traced(case, read_back, invoke), traced(case, alone, invoke)), place
+        assert all(torch.equal(one, value) for one in seen), place
+
+
+def changed(place: Place, value: Tensor) -> Tensor:
+    # Probabilities are renormalised: twice the same would be no change.
+    return value.roll(1, -1) if place.name == "router_probabilities" else value * 2
+
+
+@pytest.mark.parametrize("case", [Case("e2b"), *every_case(**READ_BACK)], ids=str)
+def test_a_stored_edit_is_seen_by_a_read_and_outlives_it(case):
+    """The edit sees all rows, the trace's blocks their own: each read is of what the edit left."""
+    model = case.model()
+    for place in first_of_each(outside_the_call(model), BLOCKS[case.shape][:1]):
+        with model.edit() as (_tracer, edited):
+            place.write(edited, changed(place, place.read(edited)))
+        answers = []
+        for looking in (False, True):
+            found = []
+            with edited.trace() as tracer:
+                for i, row in enumerate(case.prompts):
+                    with tracer.invoke(row):
+                        if looking:
+                            seen = place.read(edited)
+                            assert torch.equal(seen, changed(place, reading(case)[i][place])), place
+                        found.append(edited.logits.save())
+            answers.append(torch.cat(found))
+        assert torch.equal(*answers), place
+        assert not torch.equal(answers[0], case.logits()), place
 
 
 # -- what a write reaches ----------------------------------------------------------------------------

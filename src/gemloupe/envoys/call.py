@@ -21,7 +21,7 @@ from nnsight.intervention.interleaver import Event, Mediator, Pending
 from ..errors import OutOfOrder
 from ..ledger import version
 from ..served import Served, late_text
-from .mixing import heads_of, pattern_of, read_mask, scores_of
+from .mixing import Mask, heads_of, pattern_from, pattern_of, read_mask, scores_of
 
 __all__ = ["CALL", "AtCall", "AttentionCall", "HeadOutputs"]
 
@@ -75,14 +75,17 @@ class AttentionCall:
                 self.held[role] = value if role == "queries" else value.clone()
                 self.born[role] = version(self.held[role])
             return self.held[role]
+        if self._stale():
+            self.held.pop("scores", None)
+            self.held.pop("pattern", None)
         if role == "scores":
-            if "scores" not in self.held or self._stale():
-                self.held.pop("pattern", None)
+            if "scores" not in self.held:
                 self.held["scores"] = self._inherit("scores", self._scores())
             return self.held["scores"]
-        if "pattern" not in self.held or self._stale():
-            scores = self.held["scores"] if "scores" in self.held else self._scores()
-            self.held["pattern"] = self._inherit("pattern", pattern_of(scores))
+        if "pattern" not in self.held:
+            known = self.held.get("scores")
+            pattern = pattern_from(*self._inputs()) if known is None else pattern_of(known)
+            self.held["pattern"] = self._inherit("pattern", pattern)
         elif "scores" in self.held and self._edited("scores") and not self._edited("pattern"):
             self.held["pattern"] = pattern_of(self.held["scores"])
         return self.held["pattern"]
@@ -102,18 +105,17 @@ class AttentionCall:
             self._remember()
 
     def _scores(self) -> torch.Tensor:
+        return scores_of(*self._inputs())
+
+    def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, float, Mask]:
+        """Queries, keys, scaling and mask, as they stand."""
         queries, keys = self._current("queries"), self._current("keys")
         mask = self.args[4] if len(self.args) > 4 else self.kwargs.get("attention_mask")
         module = self.args[0]
-        implementation = module.config._attn_implementation
-        causal = implementation != "eager" and getattr(module, "is_causal", True)
+        causal = module.config._attn_implementation != "eager" and getattr(module, "is_causal", True)
         self._remember()
-        return scores_of(
-            queries,
-            keys,
-            self.kwargs.get("scaling", 1.0),
-            read_mask(mask, queries, keys, causal=causal, rows=self.rows),
-        )
+        visible = read_mask(mask, queries, keys, causal=causal, rows=self.rows)
+        return queries, keys, self.kwargs.get("scaling", 1.0), visible
 
     def _inherit(self, role: str, own: torch.Tensor) -> torch.Tensor:
         """`own`, with the rows that an earlier worker edited as it left them."""

@@ -89,14 +89,21 @@ class ExpertOutputs(Served):
             return
         gate = obj.block.location("experts.source.call.input")
         if mediator.occurrence(gate) <= self._visit(obj, mediator, state):
-            state.captured[(gate, self._visit(obj, mediator, state))] = Mediator.value(gate)
+            state.captured[(gate, self._visit(obj, mediator, state))] = whole_batch(mediator, gate)
+
+    def _is_late(self, obj: Any, mediator: Mediator, state: Any, location: str) -> bool:
+        if super()._is_late(obj, mediator, state, location):
+            return True
+        # nnsight counts the visits inside the fused function only where it was asked for in time.
+        call = obj.block.location("experts.source.call.output")
+        return mediator.occurrence(call) > self._visit(obj, mediator, state)
 
     # -- what it is ------------------------------------------------------------------------------
 
     def current(self, host: Any, raw: Any) -> Any:
         if isinstance(raw, torch.Tensor) and implementation(host) in WEIGHTED:
             return self._stub(host, self._tokens(host, raw.unflatten(0, (-1, host.top_k))))
-        return self._stub(host, self._tokens(host, contributions(*self._call(host))))
+        return self._stub(host, self._tokens(host, self._held(host)))
 
     def settle(self, host: Any, view: Any, raw: Any) -> Any:
         if implementation(host) in WEIGHTED:
@@ -108,13 +115,30 @@ class ExpertOutputs(Served):
         if implementation(host) in WEIGHTED:
             whole = raw.unflatten(0, (-1, host.top_k))
             return raw if same_memory(new, raw) else self._flattened(host, new, whole).flatten(0, 1)
-        module, states, indices, weights = self._call(host)
-        whole = contributions(module, states, indices, weights)
-        total = summed(self._flattened(host, new, whole), indices, states)
+        whole = self._held(host, self._flattened(host, new, self._held(host)))
+        _, states, indices, _ = self._call(host)
+        total = summed(whole, indices, states)
         if not isinstance(raw, torch.Tensor):
             return total
         # Another invoke has replaced the call already: keep its rows.
         return self._flattened(host, self._tokens(host, total), raw)
+
+    def _held(self, host: Any, new: torch.Tensor | None = None) -> torch.Tensor:
+        """All rows' contributions to the running call under `eager`, edits included, or `new` from now on.
+
+        No tensor of the model holds them: what one worker writes is kept for the next read, whoever's.
+        """
+        ledger: Any = host.interleaver.ledger
+        mediator = running(host.interleaver)
+        assert mediator is not None
+        key = (self._location(host), ledger.of(mediator).moment[2])
+        held = ledger.contributions
+        if new is not None:
+            held = (key, new)
+        elif held is None or held[0] != key:
+            held = (key, contributions(*self._call(host)))
+        ledger.contributions = held
+        return held[1]
 
     def _call(self, host: Any) -> tuple:
         mediator = running(host.interleaver)
@@ -123,6 +147,20 @@ class ExpertOutputs(Served):
         gate = host.block.location("experts.source.call.input")
         args, _ = state.captured[(gate, state.moment[2])]
         return args
+
+
+def whole_batch(mediator: Mediator, location: str) -> Any:
+    """What a location holds of all invokes' rows.
+
+    nnsight cuts a tensor to an invoke's rows where its first axis is as long as the batch, which the
+    mixture's flat tensors are when every row has one token.
+    """
+    mediator.flush()  # what waits to go back is of this invoke's rows
+    group, mediator.batch_group = mediator.batch_group, None
+    try:
+        return Mediator.value(location)
+    finally:
+        mediator.batch_group = group
 
 
 def implementation(host: Any) -> str:

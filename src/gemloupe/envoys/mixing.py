@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Mask", "heads_of", "pattern_of", "read_mask", "scores_of"]
+__all__ = ["Mask", "heads_of", "pattern_from", "pattern_of", "read_mask", "scores_of"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,41 @@ def pattern_of(scores: torch.Tensor) -> torch.Tensor:
     if bool(blind.any()):
         pattern = pattern.masked_fill(blind, 0.0)
     return pattern.to(scores.dtype)
+
+
+def pattern_from(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask: Mask) -> torch.Tensor:
+    """The pattern without the scores: the same numbers, in the memory of one pattern.
+
+    Where no gradient is wanted, head by head, so that only one head's scores are held at a time.
+    """
+    if torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad):
+        return pattern_of(scores_of(queries, keys, scaling, mask))
+    batch, heads, length, _ = queries.shape
+    group = heads // keys.shape[1]
+    pattern = queries.new_empty(batch, heads, length, keys.shape[-2])
+    blind = None if mask.visible is None else ~mask.visible.any(-1, keepdim=True)
+    if blind is not None and not bool(blind.any()):
+        blind = None
+    for head in range(heads):
+        scores = queries[:, head].matmul(keys[:, head // group].transpose(-1, -2))
+        if scaling != 1.0:
+            scores *= scaling
+        if mask.added is not None:
+            scores += _of_head(mask.added, head)
+        elif mask.visible is not None:
+            scores.masked_fill_(~_of_head(mask.visible, head), -torch.inf)
+        shares = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        if blind is not None:
+            shares.masked_fill_(_of_head(blind, head), 0.0)
+        pattern[:, head] = shares
+    return pattern
+
+
+def _of_head(mask: torch.Tensor, head: int) -> torch.Tensor:
+    """A mask's part for one head, `[batch query key]`; masks broadcast over heads, and may lack the axes."""
+    if mask.dim() < 4:
+        return mask
+    return mask[:, head if mask.shape[1] > 1 else 0]
 
 
 def heads_of(pattern: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

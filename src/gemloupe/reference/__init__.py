@@ -1,0 +1,32 @@
+"""What Gemma 4 computes, defined in float64: a second implementation that exists to check the first.
+
+It shares no code with transformers or with the envoys, and reads nothing but weights and a config.
+
+    ops        the operations, one function per formal definition
+    block      one block, from the stream that enters it
+    forward    the whole model, from token ids to every value by its standard name
+    names      which values those are
+"""
+
+from __future__ import annotations
+
+from .block import block
+from .cache import Cache
+from .forward import entrance, forward, head, parts
+from .names import names
+from .sight import Sight, sight
+from .weights import Weights, text_names
+
+__all__ = [
+    "Cache",
+    "Sight",
+    "Weights",
+    "block",
+    "entrance",
+    "forward",
+    "head",
+    "names",
+    "parts",
+    "sight",
+    "text_names",
+]

@@ -1,0 +1,171 @@
+"""A whole Gemma 4 text model: from token ids to every value that a forward has.
+
+    token_embeddings = sqrt(hidden) * embed_tokens[ids]
+    per_layer_inputs = (context + sqrt(ple) * embed_tokens_per_layer[ids]) / sqrt(2)
+        context      = per_layer_projection_norm(per_layer_model_projection(token_embeddings) / sqrt(hidden))
+    stream           = block(stream), for each block
+    raw_logits       = lm_head(norm(stream))
+    logits           = cap * tanh(raw_logits / cap)
+
+The roots are rounded as the model rounds them: see `_embedding_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..errors import BadArgument
+from ..layouts import Logits, PerLayerInputs, Residual, Tokens
+from .block import block
+from .cache import Cache
+from .ops import embed, linear, lm_head, residual, rmsnorm, softcap, softmax
+from .sight import sight
+from .weights import Weights
+
+__all__ = ["entrance", "forward", "head", "parts"]
+
+# Of `lm_head`'s rows, so many become float64 at a time: half a gigabyte at a hidden size of 4096.
+_HEAD_ROWS: Final = 16_384
+
+
+def forward(
+    config: Any,
+    state: Mapping[str, Tensor],
+    input_ids: Tokens,
+    attention_mask: Tokens | None = None,
+    *,
+    images: Tokens | None = None,
+    cache: Cache | None = None,
+) -> dict[str, Tensor]:
+    """Every value of one forward by its standard name, in forward order, in float64.
+
+        values = forward(model.config, model.state_dict(), input_ids)
+        values["layers[3].self_attn.attention_queries"]
+
+    The names are those of `names(plan(config))`; ids and `expert_indices` are int64.
+
+    config: a transformers config, a wrapper's too, or a `ModelPlan`.
+    state: the model's tensors, named as in `*ForCausalLM` or as in `*ForConditionalGeneration`.
+    input_ids: `[batch seq]`. attention_mask: `[batch seq]`, 0 on padding, which is to be on the left:
+        positions are counted from each row's first real token. Values on padding have no meaning.
+    images: which image each token belongs to, -1 for none; see `sight`. It says who sees ahead, not more.
+    cache: the tokens before these; the new ones are appended to it.
+
+    Raises: as `Weights`; BadArgument, for ids or masks that do not fit.
+    """
+    weights = Weights(config, state)
+    values: dict[str, Tensor] = {}
+    for part in parts(weights, input_ids, attention_mask, images=images, cache=cache):
+        values |= part
+    return values
+
+
+def parts(
+    weights: Weights,
+    input_ids: Tokens,
+    attention_mask: Tokens | None = None,
+    *,
+    images: Tokens | None = None,
+    cache: Cache | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """What `forward` returns, piece by piece: the entrance, each block, the head.
+
+    Of a piece that has been passed, only the stream and the keys and values that are still to be borrowed
+    are kept.
+    """
+    if attention_mask is None:
+        attention_mask = torch.ones_like(input_ids)
+    _check_inputs(weights, input_ids, attention_mask, images)
+    input_ids, attention_mask = input_ids.to(weights.device), attention_mask.to(weights.device)
+    yield {"input_ids": input_ids, "attention_mask": attention_mask}
+    found = entrance(weights, input_ids)
+    stream, given = found["token_embeddings"], found.get("per_layer_inputs")
+    yield found
+
+    seen = attention_mask if cache is None else cache.see(attention_mask)
+    if images is not None:
+        earlier = seen.shape[1] - images.shape[1]  # of whose images no new token is a part
+        images = pad(images.to(weights.device), (earlier, 0), value=-1)
+    where = sight(weights.plan, seen, input_ids.shape[1], images)
+    lent: dict[int, tuple[Tensor, Tensor]] = {}
+    for plan in weights.plan.blocks:
+        found = block(
+            weights,
+            plan.index,
+            stream,
+            where,
+            per_layer_input=None if given is None else given[:, :, plan.index],
+            borrowed=lent.get(plan.kv_source),
+            cache=cache,
+        )
+        name = f"layers[{plan.index}]"
+        stream = found[f"{name}.layer_output"]
+        if plan.kv_borrowers:
+            attention = f"{name}.self_attn.attention"
+            lent[plan.index] = found[f"{attention}_keys"], found[f"{attention}_values"]
+        yield found
+    yield head(weights, stream)
+
+
+def entrance(weights: Weights, input_ids: Tokens) -> dict[str, Tensor]:
+    """What the tokens are before the first block, by name: their embeddings and their per-layer inputs."""
+    plan = weights.plan
+    found = {"token_embeddings": _looked_up(weights, "embed_tokens", plan.hidden_size, input_ids)}
+    if (size := plan.per_layer_input_size) is not None:
+        by_token = _looked_up(weights, "embed_tokens_per_layer", size, input_ids)
+        found["per_layer_token_inputs"] = by_token.unflatten(-1, (plan.num_layers, size))
+        found["per_layer_context_inputs"] = _context_inputs(weights, found["token_embeddings"])
+        both = residual(1, found["per_layer_context_inputs"], found["per_layer_token_inputs"])
+        found["per_layer_inputs"] = both * 2**-0.5
+    return found
+
+
+def head(weights: Weights, stream: Residual) -> dict[str, Tensor]:
+    """The model's answer to the stream that leaves the last block, by name."""
+    plan = weights.plan
+    x = rmsnorm(plan.norm_eps, weights.real(stream), weights["model.norm.weight"])
+    raw: Logits = torch.cat([lm_head(1, None, rows, x) for rows in weights.head.split(_HEAD_ROWS)], -1)
+    logits = raw if plan.logit_cap is None else softcap(plan.logit_cap, raw)
+    return {"raw_logits": raw, "logits": logits, "next_token_probs": softmax(logits[:, -1])}
+
+
+def _looked_up(weights: Weights, name: str, width: int, input_ids: Tokens) -> Tensor:
+    table = weights[f"model.{name}.weight"]
+    return embed(_embedding_scale(width, table.dtype), table, input_ids)
+
+
+def _embedding_scale(width: int, dtype: torch.dtype) -> float:
+    # transformers holds the scale in float32 and rounds it to the table's precision: in bfloat16 the root
+    # of 3072, 55.43, is 55.5. It multiplies so when the model is trained, too.
+    return torch.tensor(width**0.5, dtype=torch.float32).to(dtype).item()
+
+
+def _context_inputs(weights: Weights, embeddings: Residual) -> PerLayerInputs:
+    plan = weights.plan
+    projected = linear(weights["model.per_layer_model_projection.weight"], embeddings)
+    projected = (projected * plan.hidden_size**-0.5).unflatten(-1, (plan.num_layers, -1))
+    return rmsnorm(plan.norm_eps, projected, weights["model.per_layer_projection_norm.weight"])
+
+
+def _check_inputs(weights: Weights, input_ids: Tensor, attention_mask: Tensor, images: Tensor | None) -> None:
+    if input_ids.dim() != 2 or input_ids.is_floating_point() or not input_ids.numel():
+        raise BadArgument(f"input_ids is [batch seq] of token ids, not {_shown(input_ids)}.")
+    for name, given in (("attention_mask", attention_mask), ("images", images)):
+        if given is not None and given.shape != input_ids.shape:
+            raise BadArgument(
+                f"{name} is {_shown(given)}; beside input_ids of {_shown(input_ids)} it is [batch seq] too."
+            )
+    low, high = int(input_ids.min()), int(input_ids.max())
+    if low < 0 or high >= weights.plan.vocab_size:
+        raise BadArgument(
+            f"input_ids go from {low} to {high}; the vocabulary is 0 to {weights.plan.vocab_size - 1}."
+        )
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
