@@ -166,7 +166,7 @@ class Finish:
             return value
         assert self.frame is not None
         moved = value.movedim(axis, 1)
-        mask = self.frame.select(0, moved, self.positions, "both")
+        mask = self.frame.over(moved, self.positions)
         counts = mask.sum(-1)
         if isinstance(self.positions, torch.Tensor) and self.positions.dtype == torch.bool:
             return moved[mask]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .errors import BadArgument
+from .tokens import NoTokenizer
 
 __all__ = ["TopTokens", "project_on_vocab", "top_tokens"]
 
@@ -78,4 +79,6 @@ def top_tokens(model: Any, hidden_or_logits: torch.Tensor, k: int = 5) -> TopTok
 def _text(tokenizer: Any, ids: torch.Tensor) -> list:
     if ids.dim() > 1:
         return [_text(tokenizer, row) for row in ids]
-    return [str(int(i)) if tokenizer is None else tokenizer.decode([int(i)]) for i in ids]
+    if tokenizer is None or isinstance(tokenizer, NoTokenizer):
+        return [str(int(i)) for i in ids]
+    return [tokenizer.decode([int(i)]) for i in ids]

@@ -57,11 +57,16 @@ def text_config(config: Any) -> Any:
 
 
 def check_weights(target: Any) -> None:
-    """Refuse a local directory that holds a config and no weights.
+    """Refuse a local directory that holds a config and no weights, and a module without a head.
 
-    Raises: LoadError.
+    Raises: LoadError; UnsupportedModel.
     """
     if isinstance(target, torch.nn.Module):
+        if not getattr(target, "can_generate", bool)():
+            raise UnsupportedModel(
+                f"{type(target).__name__} has no head, so it answers with no logits; wrap the *ForCausalLM or "
+                f"*ForConditionalGeneration that it is part of."
+            )
         return
     place = Path(target)
     if place.is_dir() and not any(any(place.glob(pattern)) for pattern in _WEIGHT_FILES):

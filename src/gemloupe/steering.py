@@ -179,28 +179,38 @@ class Frame:
     def select(self, step: int, value: torch.Tensor, positions: Positions, when: When) -> torch.Tensor:
         """The tokens to edit of this step's `value`, `[batch seq]`."""
         batch, seq = value.shape[:2]
+        prompt = self._prompt(value)
+        if prompt is None:
+            real = torch.ones(batch, seq, dtype=torch.bool, device=value.device)
+            return place.select(positions, real) & self._wanted(when, step > 0)
+        if step > 0 and seq == 1:
+            real = torch.ones_like(prompt[:, :1])
+            start = prompt.sum(-1, keepdim=True) + step - 1
+            return place.select(positions, real, start) & self._wanted(when, True)
+        # The prompt, or without a cache the whole text so far.
+        new = torch.zeros(seq, dtype=torch.bool, device=value.device)
+        new[prompt.shape[1] :] = True
+        wanted = torch.ones_like(new) if when == "both" else new if when == "new" else ~new
+        return self.over(value, positions) & wanted
+
+    def over(self, value: torch.Tensor, positions: Positions) -> torch.Tensor:
+        """The chosen tokens of a `value` that runs from the prompt on, `[batch seq]`."""
+        batch, seq = value.shape[:2]
+        prompt = self._prompt(value)
+        if prompt is None:
+            prompt = torch.ones(batch, seq, dtype=torch.bool, device=value.device)
+        grown = prompt.new_ones(batch, max(0, seq - prompt.shape[1]))
+        real = torch.cat([prompt[:, -seq:], grown], -1)
+        # transformers may have dropped all but the last positions of the prompt.
+        dropped = prompt[:, : max(0, prompt.shape[1] - seq)].sum(-1, keepdim=True)
+        return place.select(positions, real, dropped)
+
+    def _prompt(self, value: torch.Tensor) -> torch.Tensor | None:
         if self.prompt is None:
-            real, start, new = torch.ones(batch, seq, dtype=torch.bool), 0, step > 0
-            return place.select(positions, real.to(value.device), start) & self._wanted(when, new)
+            return None
         prompt = self.prompt.to(value.device)
         # Beams and several returned sequences repeat each row of the prompt.
-        prompt = prompt.repeat_interleave(batch // prompt.shape[0], 0)
-        length = prompt.sum(-1, keepdim=True)
-        if step == 0:
-            real = prompt[:, -seq:]
-            start = length - real.sum(-1, keepdim=True)
-            return place.select(positions, real, start) & self._wanted(when, False)
-        if seq == 1:
-            real = torch.ones_like(prompt[:, :1])
-            return place.select(positions, real, length + step - 1) & self._wanted(when, True)
-        # Without a cache each step runs the whole text so far.
-        grown = torch.ones(batch, seq - prompt.shape[1], dtype=torch.bool, device=value.device)
-        real = torch.cat([prompt, grown], -1)
-        wanted = torch.ones_like(real)
-        if when != "both":
-            wanted[:, : prompt.shape[1]] = when == "prompt"
-            wanted[:, prompt.shape[1] :] = when == "new"
-        return place.select(positions, real) & wanted
+        return prompt.repeat_interleave(value.shape[0] // prompt.shape[0], 0)
 
     @staticmethod
     def _wanted(when: When, new: bool) -> bool:

@@ -69,9 +69,10 @@ def start_beside(model: Any, task: Callable[[], None], *, before: bool) -> None:
     mediators.insert(mediators.index(parent) if before else len(mediators), side)
     # The caller's waiting write-back is of this moment; it goes in before anybody else is served.
     side.start(interleaver)
-    if side.worker:
-        # A run that fails ends the worker, which goes on in its parent: not to be the caller.
-        side.worker.parent = getcurrent().parent
+    worker: Any = side.worker
+    if worker:
+        # A run that fails ends the worker, and its parent goes on with that: it must not be the caller.
+        worker.parent = worker.parent.parent
 
 
 def steps(model: Any, first: int | None) -> Iterator[int]:

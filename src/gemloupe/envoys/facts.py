@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ..plan import BlockPlan
+    from ..plan import BlockPlan, RotaryPlan
 
 __all__ = ["BlockFacts"]
 
@@ -44,6 +44,16 @@ class BlockFacts:
         return self.block_plan.num_kv_heads
 
     @property
+    def rotary(self) -> RotaryPlan:
+        """The rotary embedding's settings: kind, base, and how many coordinates of a head turn."""
+        return self.block_plan.rotary
+
+    @property
+    def values_from_keys(self) -> bool:
+        """Whether the block has no `v_proj`: its values are the keys' projection, normed (`attention_k_eq_v`)."""
+        return self.block_plan.values_from_keys
+
+    @property
     def intermediate_size(self) -> int:
         """The width of the dense MLP; doubled on E2B's borrowing blocks."""
         return self.block_plan.intermediate_size
@@ -59,6 +69,11 @@ class BlockFacts:
         return self.block_plan.kv_borrowers
 
     @property
+    def borrows_keys(self) -> bool:
+        """Whether the block computes no keys and values of its own."""
+        return self.block_plan.borrows_keys
+
+    @property
     def has_experts(self) -> bool:
         """Whether the block runs a mixture of experts beside its dense MLP."""
         return self.block_plan.has_experts
@@ -72,6 +87,16 @@ class BlockFacts:
     def top_k(self) -> int | None:
         """Experts each token is routed to, `None` on a dense block."""
         return self.block_plan.top_k
+
+    @property
+    def expert_intermediate_size(self) -> int | None:
+        """The width of one expert, `None` on a dense block."""
+        return self.block_plan.expert_intermediate_size
+
+    @property
+    def per_layer_input_size(self) -> int | None:
+        """The width of the block's per-layer input, `None` where it has none."""
+        return self.block_plan.per_layer_input_size
 
     @property
     def has_per_layer_input(self) -> bool:

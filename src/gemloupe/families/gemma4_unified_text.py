@@ -16,15 +16,16 @@ from ..envoys.layer import Layer
 from ..envoys.mlp import Mlp
 from ..envoys.stack import Stack
 
-RENAME: Final[dict[str, str]] = {
+RENAME: Final[dict[str, str | list[str]]] = {
     "model.embed_tokens": "embed_tokens",
     "model.layers": "layers",
     "model.norm": "norm",
     "model.language_model.embed_tokens": "embed_tokens",
     "model.language_model.layers": "layers",
     "model.language_model.norm": "norm",
-    "model.embed_vision": "projector",
-    "model.embed_audio": "audio_projector",
+    # There are no towers: the embedder is the whole way of an image, or of a sound, into the stream.
+    "model.embed_vision": ["vision", "projector"],
+    "model.embed_audio": ["audio", "audio_projector"],
 }
 
 ENVOYS: Final[dict[Any, Any]] = {

@@ -86,7 +86,7 @@ def _normed_and_turned(
 def turned(rotary: RotaryPlan, heads: ByHead, positions: Positions) -> ByHead:
     """The rotary embedding: of every pair of a head's coordinates, or of the first `rotated / 2` pairs."""
     # To divide every frequency by a number is to divide every position by it.
-    place = positions[..., None] / rotary.factor
+    place = positions[..., None].double() / rotary.factor
     return rope(rotary.theta, rotary.head_dim, rotary.head_dim, rotary.rotated // 2, place, heads)
 
 

@@ -48,10 +48,8 @@ def sight(
     total = attention_mask.shape[-1]
     key = torch.arange(total, device=attention_mask.device)
     query = key[total - (total if length is None else length) :]
-    first = attention_mask.ne(0).int().argmax(-1, keepdim=True)
-    back = query[:, None] - key
-    """How far behind the query a key lies."""
-
+    padding = attention_mask.cumsum(-1).eq(0).sum(-1, keepdim=True)  # before the row's first real token
+    back = query[:, None] - key  # how far behind the query a key lies
     behind = back >= 0
     if plan.bidirectional == "all":
         full, near = torch.ones_like(behind), back.abs() <= plan.sliding_window
@@ -66,5 +64,5 @@ def sight(
 
     real = attention_mask.ne(0)[:, None]
     return Sight(
-        positions=(query - first).clamp(min=0), visible={"full": full & real, "sliding": near & real}
+        positions=(query - padding).clamp(min=0), visible={"full": full & real, "sliding": near & real}
     )
