@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import nnsight
 import torch
 
-from benchmarks.measure import Measurement, Side, alternate
+from benchmarks.measure import Measurement, Side, alternate, one_thread
 from benchmarks.models import Size, Twins, twins
 from benchmarks.row import Row
 
@@ -20,35 +20,37 @@ __all__ = ["ROWS"]
 
 Run = Callable[[Twins], Any]
 
-
-def rows_of(shape: str, kind: str) -> list[Row]:
-    """The rows that every text shape has."""
-    bare, kept = "the bare module", "plain hooks that keep the same tensors"
-    return [
-        row(shape, "control", f"{kind}: a second bare module (what the measurement is worth)", bare, second, plain),
-        row(shape, "outside", f"{kind}: the wrapped model outside a trace", bare, outside, plain, 1.02),
-        row(shape, "trace", f"{kind}: a trace that reads the logits alone", bare, read_logits, plain),
-        row(shape, "layer_output", f"{kind}: every `layer_output`", kept, read_outputs, hook_outputs, 1.05),
-        row(shape, "mid_stream", f"{kind}: every `mid_stream`", kept, read_middles, hook_middles),
-        row(shape, "mlp", f"{kind}: the four values of every MLP", kept, read_mlps, hook_mlps),
-        row(shape, "edit", f"{kind}: an assigned `layer_output`", "a plain hook that returns it", edit, hook_edit),
-        row(shape, "steer", f"{kind}: `steer` on one block", "a plain hook that returns it", steer, hook_edit),
-    ]
+BARE: Final = "the bare module"
+HOOKS: Final = "plain hooks that keep the same tensors"
+SMALL: Final = Size(hidden=64, layers=12, batch=2, seq=16)
+"""Twelve blocks that compute next to nothing: what a trace adds stands out."""
+NEW_TOKENS: Final = 8
 
 
-def row(
-    shape: str, name: str, what: str, against: str, ours: Run, theirs: Run, bound: float | None = None
-) -> Row:
-    """A row whose two sides run on the twins of a shape."""
+def row(shape: str, name: str, what: str, against: str, ours: Run, theirs: Run, **fields: Any) -> Row:
+    """A row whose two sides run on the twins of a shape, and must give equal tensors."""
 
     def measure(size: Size, pairs: int) -> Measurement:
         pair = twins(shape, size)
         with torch.no_grad():
-            return alternate(
-                Side(lambda: ours(pair)), Side(lambda: theirs(pair)), pairs, same=lambda result: result
-            )
+            return alternate(Side(lambda: ours(pair)), Side(lambda: theirs(pair)), pairs, same=_itself)
 
-    return Row(f"{shape}/{name}", what, against, measure, bound)
+    return Row(f"{shape}/{name}", what, against, measure, **fields)
+
+
+def added(shape: str, name: str, what: str, against: str, ours: Run, theirs: Run) -> Row:
+    """A row of the computing time that our side adds, on small models and one thread."""
+    ratio = row(shape, f"added-{name}", what, against, ours, theirs, unit="added", pairs=51)
+
+    def measure(size: Size, pairs: int) -> Measurement:
+        with one_thread():
+            return ratio.measure(min(size, SMALL, key=lambda each: each.hidden * each.seq), pairs)
+
+    return Row(ratio.name, what, against, measure, unit="added", pairs=ratio.pairs)
+
+
+def _itself(result: Any) -> Any:
+    return result
 
 
 # ---- nothing read ------------------------------------------------------------------------------------------
@@ -115,48 +117,13 @@ def hook_mlps(pair: Twins) -> list[torch.Tensor]:
     kept: list[torch.Tensor] = []
     handles = []
     for block in blocks(pair):
-        for module in (block.mlp, block.mlp.down_proj, block.post_feedforward_layernorm):
-            handles.append(module.register_forward_pre_hook(keep_input(kept)))
-        handles.append(block.post_feedforward_layernorm.register_forward_hook(keep_output(kept)))
+        norm = block.post_feedforward_layernorm
+        entered = (block.mlp, block.mlp.down_proj, norm)
+        handles += [module.register_forward_pre_hook(keep_input(kept)) for module in entered]
+        handles.append(norm.register_forward_hook(keep_output(kept)))
     with hooked(handles):
         pair.bare(**pair.inputs)
     return kept
-
-
-# ---- edits -------------------------------------------------------------------------------------------------
-
-
-def edit(pair: Twins) -> torch.Tensor:
-    middle = len(pair.model.layers) // 2
-    vector = direction(pair)
-    with pair.model.trace(pair.inputs):
-        layer = pair.model.layers[middle]
-        layer.layer_output = layer.layer_output + vector
-        logits = pair.model.logits.save()
-    return logits
-
-
-def steer(pair: Twins) -> torch.Tensor:
-    middle = len(pair.model.layers) // 2
-    vector = direction(pair)
-    with pair.model.trace(pair.inputs):
-        pair.model.steer(middle, vector)
-        logits = pair.model.logits.save()
-    return logits
-
-
-def hook_edit(pair: Twins) -> torch.Tensor:
-    block = blocks(pair)[len(blocks(pair)) // 2]
-    vector = direction(pair)
-    with hooked([block.register_forward_hook(lambda _module, _arguments, output: output + vector)]):
-        return pair.bare(**pair.inputs).logits
-
-
-def direction(pair: Twins) -> torch.Tensor:
-    return torch.linspace(-1, 1, pair.bare.config.hidden_size)
-
-
-# ---- the mixture -------------------------------------------------------------------------------------------
 
 
 def read_mixture(pair: Twins) -> torch.Tensor:
@@ -168,6 +135,60 @@ def read_mixture(pair: Twins) -> torch.Tensor:
             kept += [mlp.expert_weights, mlp.expert_indices, mlp.expert_outputs, mlp.routed_output]
         logits = pair.model.logits.save()
     return logits
+
+
+# ---- edits -------------------------------------------------------------------------------------------------
+
+
+def edit(pair: Twins) -> torch.Tensor:
+    vector = direction(pair)
+    with pair.model.trace(pair.inputs):
+        layer = pair.model.layers[middle(pair)]
+        layer.layer_output = layer.layer_output + vector
+        logits = pair.model.logits.save()
+    return logits
+
+
+def steer(pair: Twins) -> torch.Tensor:
+    with pair.model.trace(pair.inputs):
+        pair.model.steer(middle(pair), direction(pair))
+        logits = pair.model.logits.save()
+    return logits
+
+
+def hook_edit(pair: Twins) -> torch.Tensor:
+    vector = direction(pair)
+    block = blocks(pair)[middle(pair)]
+    with hooked([block.register_forward_hook(lambda _module, _arguments, output: output + vector)]):
+        return pair.bare(**pair.inputs).logits
+
+
+def middle(pair: Twins) -> int:
+    return len(blocks(pair)) // 2
+
+
+def direction(pair: Twins) -> torch.Tensor:
+    return torch.linspace(-1, 1, pair.bare.config.hidden_size)
+
+
+# ---- generate ----------------------------------------------------------------------------------------------
+
+LENGTH: Final = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+
+
+def read_steps(pair: Twins) -> list[torch.Tensor]:
+    with pair.model.generate(pair.inputs, **LENGTH) as tracer:
+        kept = nnsight.save([])
+        for _step in tracer.iter[:NEW_TOKENS]:
+            kept += [layer.layer_output for layer in pair.model.layers]
+    return kept
+
+
+def hook_steps(pair: Twins) -> list[torch.Tensor]:
+    kept: list[torch.Tensor] = []
+    with hooked([block.register_forward_hook(keep_output(kept)) for block in blocks(pair)]):
+        pair.bare.generate(**pair.inputs, **LENGTH)
+    return kept
 
 
 # ---- plain hooks -------------------------------------------------------------------------------------------
@@ -195,10 +216,68 @@ def hooked(handles: list[Any]) -> Iterator[None]:
             handle.remove()
 
 
+# ---- the rows ----------------------------------------------------------------------------------------------
+
+
+def text_rows(shape: str, kind: str) -> list[Row]:
+    """The rows that a dense shape and one with per-layer embeddings both have."""
+    edited = "a plain hook that returns the edited tensor"
+    return [
+        row(shape, "control", f"{kind}: a second bare module", BARE, second, plain),
+        row(shape, "outside", f"{kind}: the wrapped model outside a trace", BARE, outside, plain, bound=1.02),
+        row(shape, "trace", f"{kind}: a trace that reads the logits alone", BARE, read_logits, plain),
+        row(
+            shape,
+            "layer_output",
+            f"{kind}: every `layer_output`",
+            HOOKS,
+            read_outputs,
+            hook_outputs,
+            bound=1.05,
+        ),
+        row(shape, "mid_stream", f"{kind}: every `mid_stream`", HOOKS, read_middles, hook_middles),
+        row(shape, "mlp", f"{kind}: four values of every MLP", HOOKS, read_mlps, hook_mlps),
+        row(shape, "edit", f"{kind}: a `layer_output` assigned", edited, edit, hook_edit),
+        row(shape, "steer", f"{kind}: `steer` on one block", edited, steer, hook_edit),
+    ]
+
+
+def mixture_rows(shape: str, kind: str) -> list[Row]:
+    """The rows of a mixture of experts."""
+    return [
+        row(shape, "outside", f"{kind}: the wrapped model outside a trace", BARE, outside, plain, bound=1.02),
+        row(
+            shape,
+            "layer_output",
+            f"{kind}: every `layer_output`",
+            HOOKS,
+            read_outputs,
+            hook_outputs,
+            bound=1.05,
+        ),
+        row(shape, "values", f"{kind}: the seven values of every mixture", BARE, read_mixture, plain),
+    ]
+
+
+def added_rows(shape: str, kind: str) -> list[Row]:
+    """The rows of what is added per forward."""
+    return [
+        added(shape, "control", f"{kind}, small: a second bare module", BARE, second, plain),
+        added(shape, "outside", f"{kind}, small: the wrapped model outside a trace", BARE, outside, plain),
+        added(
+            shape, "trace", f"{kind}, small: a trace that reads the logits alone", BARE, read_logits, plain
+        ),
+        added(
+            shape, "layer_output", f"{kind}, small: every `layer_output`", HOOKS, read_outputs, hook_outputs
+        ),
+        added(shape, "mlp", f"{kind}, small: four values of every MLP", HOOKS, read_mlps, hook_mlps),
+    ]
+
+
 ROWS: list[Row] = [
-    *rows_of("31b", "dense"),
-    *rows_of("e2b", "E2B-like"),
-    row("26b-a4b", "outside", "mixture: the wrapped model outside a trace", "the bare module", outside, plain, 1.02),
-    row("26b-a4b", "layer_output", "mixture: every `layer_output`", "plain hooks that keep the same tensors", read_outputs, hook_outputs, 1.05),
-    row("26b-a4b", "mixture", "mixture: the seven values of every block", "the bare module", read_mixture, plain),
+    *text_rows("31b", "dense"),
+    row("31b", "generate", "dense: every `layer_output` of 8 steps", HOOKS, read_steps, hook_steps),
+    *text_rows("e2b", "E2B-like"),
+    *mixture_rows("26b-a4b", "mixture"),
+    *added_rows("e2b", "E2B-like"),
 ]

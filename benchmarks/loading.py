@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import transformers
@@ -20,14 +20,15 @@ from gemloupe.testing import tiny_tokenizer
 
 __all__ = ["ROWS"]
 
-FIRST_TREE = """
+# Each prints the seconds that its construction took, as `timed_in_process` wants them.
+FIRST_TREE: Final = """
 import json, time
 from gemloupe import StandardizedTransformer
 wall, cpu = time.perf_counter(), time.process_time()
 StandardizedTransformer(sys.argv[1])
 print(json.dumps([time.perf_counter() - wall, time.process_time() - cpu]))
 """
-FIRST_NATIVE = """
+FIRST_NATIVE: Final = """
 import json, time, torch, transformers
 config = transformers.AutoConfig.from_pretrained(sys.argv[1])
 wall, cpu = time.perf_counter(), time.process_time()
@@ -76,7 +77,7 @@ def first_tree(_size: Size, pairs: int) -> Measurement:
 
         def first(code: str) -> Side:
             arguments = python(code, str(place))
-            return Side(lambda: timed_in_process(arguments), clock=lambda sample: sample)
+            return Side(lambda: timed_in_process(arguments), clock=_itself)
 
         return alternate(first(FIRST_TREE), first(FIRST_NATIVE), pairs)
 
@@ -84,52 +85,55 @@ def first_tree(_size: Size, pairs: int) -> Measurement:
 # ---- imports -----------------------------------------------------------------------------------------------
 
 
-def importing(statement: str, other: str) -> Any:
+def importing(statement: str) -> Callable[[Size, int], Measurement]:
+    """Whole processes: one that runs the statement, and one that imports nnsight."""
+
     def process(code: str) -> Side:
         arguments = python(code)
         return Side(lambda: command(arguments), clock=_itself)
 
-    return lambda _size, pairs: alternate(process(statement), process(other), pairs)
+    return lambda _size, pairs: alternate(process(statement), process("import nnsight"), pairs)
 
 
 def _itself(sample: Sample) -> Sample:
     return sample
 
 
+# ---- the rows ----------------------------------------------------------------------------------------------
+
+
+def tree(
+    name: str, what: str, against: str, measure: Callable[[Size, int], Measurement], **fields: Any
+) -> Row:
+    return Row(f"tree/{name}", what, against, measure, unit="seconds", **fields)
+
+
+def imported(name: str, statement: str) -> Row:
+    return Row(
+        f"import/{name}", f"`{statement}`", "`import nnsight`", importing(statement), bound=1.1, pairs=21
+    )
+
+
+FROM_DIRECTORY: Final = "the tree of the 60-layer 31B from a directory, weights not loaded"
+
 ROWS: list[Row] = [
-    Row(
-        "tree/directory",
-        "the tree of the 60-layer 31B, from a directory, no weight loaded",
+    tree(
+        "directory",
+        FROM_DIRECTORY,
         "transformers' own meta build alone",
         tree_of_directory,
         bound=1.0,
-        unit="seconds",
         pairs=21,
     ),
-    Row(
-        "tree/module",
-        "the tree of the 60-layer 31B, on a module that is on the meta device",
-        "nnsight's tree of the same module",
+    tree(
+        "module",
+        "the same on a module that is on the meta device",
+        "nnsight's tree, without names",
         tree_of_module,
         bound=1.0,
-        unit="seconds",
         pairs=21,
     ),
-    Row(
-        "tree/first",
-        "the same from a directory, the first in its process",
-        "transformers' first meta build",
-        first_tree,
-        unit="seconds",
-        pairs=11,
-    ),
-    Row("import/package", "`import gemloupe`", "`import nnsight`", importing("import gemloupe", "import nnsight"), 1.1, pairs=21),
-    Row(
-        "import/class",
-        "`from gemloupe import StandardizedTransformer`",
-        "`import nnsight`",
-        importing("from gemloupe import StandardizedTransformer", "import nnsight"),
-        1.1,
-        pairs=21,
-    ),
+    tree("first", f"{FROM_DIRECTORY}, first in its process", "transformers' own", first_tree, pairs=7),
+    imported("package", "import gemloupe"),
+    imported("class", "from gemloupe import StandardizedTransformer"),
 ]

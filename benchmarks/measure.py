@@ -24,7 +24,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Measurement", "Sample", "Side", "alternate", "command", "python"]
+import gemloupe
+
+__all__ = [
+    "Measurement",
+    "Sample",
+    "Side",
+    "Spread",
+    "alternate",
+    "command",
+    "one_thread",
+    "python",
+    "spread",
+    "timed_in_process",
+]
 
 
 class Sample(NamedTuple):
@@ -106,8 +119,19 @@ def alternate(
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """torch on one thread, where computing time is what the work takes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def frozen() -> Iterator[None]:
-    """Keep what is alive now out of garbage collections: torch and transformers alone are a million objects."""
+    """Keep what is alive now out of garbage collections: the imports alone are a million objects."""
     gc.collect()
     gc.freeze()
     try:
@@ -135,16 +159,9 @@ def command(arguments: Sequence[str], **environment: str) -> Sample:
 
 
 def python(code: str, *arguments: str) -> list[str]:
-    """The command that runs `code` in a Python of its own, which finds the modules that this one finds."""
-    return [sys.executable, "-c", f"import sys; sys.path[:0] = {_roots()!r}\n{code}", *arguments]
-
-
-def _roots() -> list[str]:
-    import gemloupe
-
-    # Python finds an installed package by itself, and its start would be slower for nothing.
-    place = Path(gemloupe.__file__).parents[1]
-    return [] if place.name in ("site-packages", "dist-packages") else [str(place)]
+    """The command that runs `code` in a Python of its own, with the gemloupe that this one imports."""
+    place = str(Path(gemloupe.__file__).parents[1])
+    return [sys.executable, "-c", f"import sys; sys.path.insert(0, {place!r})\n{code}", *arguments]
 
 
 def timed_in_process(arguments: Sequence[str]) -> Sample:
@@ -167,16 +184,22 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """Order statistics: nothing is assumed of the distribution. With few values the interval is all of them."""
+    """The spread, by order statistics: nothing is assumed of the distribution."""
     ordered = sorted(values)
-    quarter, middle, three_quarters = quantiles(ordered, method="inclusive") if len(ordered) > 1 else ordered * 3
+    quarter, middle, three_quarters = (
+        quantiles(ordered, method="inclusive") if len(ordered) > 1 else ordered * 3
+    )
     outside = _ranks_outside(len(ordered))
     return Spread(middle, quarter, three_quarters, ordered[outside], ordered[-1 - outside])
 
 
 def _ranks_outside(count: int) -> int:
-    """How many values at each end lie outside the 95 % interval of the median (by the binomial of a half)."""
-    below, rank = 0.0, 0
-    while (below := below + comb(count, rank) / 2**count) <= 0.025:
+    """How many values at each end lie outside the median's 95 % interval.
+
+    The median is below the k-th of `count` values with the chance that fewer than k of as many tosses of
+    a coin come up heads. With five values or fewer, the interval is all of them and still too narrow.
+    """
+    chance, rank = 0.0, 0
+    while (chance := chance + comb(count, rank) / 2**count) <= 0.025:
         rank += 1
-    return min(rank, (count - 1) // 2)
+    return max(rank - 1, 0)

@@ -58,9 +58,9 @@ def overrides(shape: str, size: Size) -> dict[str, Any]:
 class Twins:
     """Modules of equal weights: two that nothing has touched, and one that is wrapped and was traced."""
 
-    bare: torch.nn.Module
-    second: torch.nn.Module
-    wrapped: torch.nn.Module
+    bare: Any
+    second: Any
+    wrapped: Any
     model: StandardizedTransformer
     inputs: dict[str, torch.Tensor]
 

@@ -10,59 +10,48 @@ from importlib.metadata import version
 from statistics import median
 from typing import Final
 
-import torch
 from rich.table import Table
 
+import gemloupe
 from benchmarks.models import FULL
 from benchmarks.row import Result
 
-__all__ = ["line", "load", "page", "table"]
+__all__ = ["line", "page", "table"]
 
-COLUMNS: Final = ("", "against", "bound", "median", "middle half", "median's 95 %", "CPU", "ours", "theirs", "held")
+NUMBERS: Final = ("bound", "median", "middle half", "median's 95 %", "CPU", "ours", "theirs", "held")
 
 PAGE: Final = """\
 # Benchmarks
 
-What the library costs beside the bare model. Written by `make bench`; do not edit.
+What the library costs beside the bare model. `make bench` writes this page.
 
-{date}, {machine}.
-{versions}.
-{models}
-
-{notes}
-
+{date}, on {machine}; {versions}.
+The models have random weights, {size} and the proportions of the published
+checkpoints, in float32 under sdpa, without gradients.
+{warnings}
 {table}
 
-**How it is measured.** Both sides of a row run in turn, A B, B A, A B, ..., on two modules of equal weights of
-which one was never touched; each pair gives a ratio, and the two sides' tensors are compared bit for bit on
-every pair. *Median* is the middle of the pairs' ratios on the wall clock (in seconds where the bound is),
-*middle half* holds half of them, and the true median lies in *median's 95 %* with that confidence. A `?` after
-*held* says that this interval holds the bound: the pairs do not tell. *CPU* is the same ratio of computing time
-of all threads, which other work on the machine moves less; *ours* and *theirs* are median times, for scale
-alone. The `control` rows compare two untouched modules: what they are away from 1 is the measurement's own.
+Both sides of a row run in turn, A B, B A, A B, on two modules of equal weights, one of which nothing has
+touched. Each pair gives a ratio of wall times, or where the bound is in seconds, the time of our side. On
+every pair of forwards the tensors that both sides keep are compared, bit for bit.
+
+- **median** is the middle of the pairs, **middle half** holds half of them, and the true median lies in
+  **median's 95 %** with that confidence. A `?` after **held** says that the bound lies in there too, so the
+  pairs do not tell.
+- **CPU** is the same ratio in computing time of all threads together. Other work on the machine moves it
+  less, and what one thread adds while the others wait weighs less in it.
+- **ours** and **theirs** are median wall times, for scale.
+- The rows of *a second bare module* compare two untouched modules: what they differ by is the measurement's
+  own.
+- The *small* rows show the computing time that is added to one forward, on a model of 12 blocks that compute
+  next to nothing, on one thread. It hardly depends on the width, so a larger model pays the same.
 """
-
-
-def load() -> float:
-    """How many processes wanted a core in the last minute."""
-    return os.getloadavg()[0]
-
-
-def machine(threads: int) -> str:
-    """The machine in general words."""
-    return f"{platform.machine()}, {os.cpu_count()} cores, float32, {threads} threads"
 
 
 def versions() -> str:
     """The releases that were measured."""
-    names = ("gemloupe", "torch", "transformers", "nnsight")
-    return ", ".join([f"Python {platform.python_version()}", *(f"{name} {_version(name)}" for name in names)])
-
-
-def _version(name: str) -> str:
-    import gemloupe
-
-    return gemloupe.__version__ if name == "gemloupe" else version(name)
+    others = [f"{name} {version(name)}" for name in ("torch", "transformers", "nnsight")]
+    return ", ".join([f"gemloupe {gemloupe.__version__}", f"Python {platform.python_version()}", *others])
 
 
 def number(value: float, result: Result) -> str:
@@ -70,7 +59,9 @@ def number(value: float, result: Result) -> str:
 
 
 def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.0f} ms"
+    if abs(value) >= 1:
+        return f"{value:.2f} s"
+    return f"{value * 1000:.0f} ms" if abs(value) >= 0.02 else f"{value * 1000:.2f} ms"
 
 
 def held(result: Result) -> str:
@@ -79,13 +70,11 @@ def held(result: Result) -> str:
     return ("yes" if result.held else "no") + ("" if result.sure else "?")
 
 
-def cells(result: Result) -> list[str]:
-    """A row of the table, in the order of `COLUMNS`."""
+def numbers(result: Result) -> list[str]:
+    """The numbers of a row, in the order of `NUMBERS`."""
     row, spread, measured = result.row, result.spread, result.measurement
     ours, theirs = (median(sample.wall for sample in side) for side in (measured.ours, measured.theirs))
     return [
-        row.what,
-        row.against,
         "" if row.bound is None else number(row.bound, result),
         number(spread.median, result),
         f"{number(spread.quarter, result)} to {number(spread.three_quarters, result)}",
@@ -99,38 +88,38 @@ def cells(result: Result) -> list[str]:
 
 def line(result: Result) -> str:
     """A row's result, short."""
-    spread = result.spread
-    return (
-        f"{result.row.name:24} {number(spread.median, result)}"
-        f"  ({number(spread.low, result)} to {number(spread.high, result)}), CPU {result.measurement.cpu_ratio:.3f}"
-        f"  {held(result)}"
-    )
+    _, middle, _, interval, cpu, _, _, verdict = numbers(result)
+    return f"{result.row.name}: {middle} ({interval}), CPU {cpu} {verdict}"
 
 
 def table(results: Sequence[Result]) -> Table:
     """The results for a terminal."""
-    grid = Table(*COLUMNS)
+    shown = [NUMBERS.index(name) for name in NUMBERS if name != "middle half"]
+    grid = Table("row", *(NUMBERS[index] for index in shown))
+    colors = {None: None, True: "green", False: "red"}
     for result in results:
-        color = {None: None, True: "green", False: "red"}[result.held if result.sure else None]
-        grid.add_row(*cells(result), style=color)
+        values = numbers(result)
+        style = colors[result.held if result.sure else None]
+        grid.add_row(result.row.name, *(values[index] for index in shown), style=style)
     return grid
 
 
 def page(results: Sequence[Result], *, threads: int, quick: bool, load: Sequence[float]) -> str:
     """The results as `docs/benchmarks.md`."""
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *map(cells, results)]
-    busy = max(load) > 1.5 * threads
-    notes = [
-        "A quick run: five pairs a row say whether it runs, not what it is." if quick else "",
-        f"Other work ran on the machine meanwhile (load average {load[0]:.1f} at the start, {load[1]:.1f} at the end)."
-        if busy
-        else "",
-    ]
+    columns = ("what", "against", *NUMBERS)
+    rows = [columns, ["---"] * len(columns)]
+    rows += [(result.row.what, result.row.against, *numbers(result)) for result in results]
+    warnings = []
+    if quick:
+        warnings.append("**A quick run:** its few pairs say that the rows run, not what they are.")
+    if max(load) > 1.5 * (os.cpu_count() or 1):
+        average = f"load average {load[0]:.1f} before, {load[1]:.1f} after"
+        warnings.append(f"**Other work ran on the machine meanwhile:** {average}.")
     return PAGE.format(
         date=date.today().isoformat(),
-        machine=machine(threads),
+        machine=f"{platform.machine()}, {os.cpu_count()} cores, {threads} threads",
         versions=versions(),
-        models=f"Random weights, hidden {FULL.hidden}, {FULL.layers} layers, {FULL.batch} x {FULL.seq} tokens, sdpa.",
-        notes="\n".join(note for note in notes if note),
+        size=f"{FULL.layers} layers, hidden {FULL.hidden}, {FULL.batch} x {FULL.seq} tokens",
+        warnings="".join(f"\n{warning}\n" for warning in warnings),
         table="\n".join("| " + " | ".join(row) + " |" for row in rows),
     )

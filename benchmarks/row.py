@@ -24,7 +24,12 @@ class Row:
     """The largest median allowed; a row without one is there for context."""
     unit: Literal["ratio", "seconds", "added"] = "ratio"
     """What is measured: the ratio of both sides, the time of ours, or the computing time that ours adds."""
-    pairs: int = 31
+    pairs: int = 0
+    """Pairs of a full run; by default 41 to tell a median from its bound, and 15 for context."""
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
+            object.__setattr__(self, "pairs", 15 if self.bound is None else 41)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Writes what can be generated of the documents: docs/vocabulary.md, and the tables of README.md and docs/errors.md.
+"""Writes what can be generated of the documents: docs/vocabulary.md, and the tables of two other pages.
 
     python docs/generate.py            writes them
     python docs/generate.py --check    exit status 1 where a committed page differs
 
-The source is the package: the descriptors of the values, the facts' properties, the methods, the errors. A test
-compares the committed pages with `pages()`.
+The source is the package: the descriptors of the values, the facts' properties, the methods, the errors. A
+test compares the committed pages with `pages()`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,13 +21,12 @@ from gemloupe import errors
 from gemloupe.capture import FORWARD_ORDER
 from gemloupe.card import read_card
 from gemloupe.envoys.facts import BlockFacts
-from gemloupe.layouts import LAYOUTS
 from gemloupe.served import Served, served_values
 from gemloupe.standardized import StandardizedTransformer
 from gemloupe.support import HOSTS
 from gemloupe.testing import SHAPES
 
-__all__ = ["AXES", "CHECKPOINTS", "pages"]
+__all__ = ["AXES", "CHECKPOINTS", "moments", "pages"]
 
 ROOT: Final = Path(__file__).parents[1]
 
@@ -60,29 +60,17 @@ PLACES: Final = {
     "layers[i].mlp": "On its MLP, `layers[i].mlp`",
 }
 
-ROOT_FACTS: Final = ("num_layers", "hidden_size", "vocab_size", "num_heads", "head_dim", "num_kv_heads")
-METHODS: Final = (
-    "trace",
-    "collect",
-    "record",
-    "steer",
-    "skip_layers",
-    "project_on_vocab",
-    "top_tokens",
-    "has",
-    "why_not",
-    "support",
-    "kv_sharing",
-)
+NOT_CALLED_BY_USERS: Final = ("interleave",)
+"""Public methods of the root that override nnsight's and that nnsight calls."""
 
 INTRO: Final = """\
 # Vocabulary
 
 <!-- Written by docs/generate.py from the descriptors in src/gemloupe; do not edit. -->
 
-A value has one name, one meaning and one layout on every checkpoint. This page lists them all, as the code defines
-them. `model.support()` prints the same table for the model at hand, and `model.why_not(path)` says why a value is not
-there.
+A value has one name, one meaning and one layout on every checkpoint. This page lists them all, as the code
+defines them. `model.support()` prints the same table for the model at hand; `model.why_not(path)` says why
+a value is not there.
 
 ## Axes
 
@@ -92,7 +80,7 @@ A layout is the order of a value's axes, in these words.
 
 ## All values
 
-`all`: every block has it. `some`: some blocks do. A dash: the checkpoint lacks it, and reading it raises
+`all`: every block has it. `some`: some blocks do. `-`: the checkpoint lacks it, and reading it raises
 [`Unavailable`](errors.md#unavailable).
 
 {matrix}
@@ -100,8 +88,8 @@ A layout is the order of a value's axes, in these words.
 ## Order
 
 Inside a trace values come in forward order: a read of a value that the forward has passed raises
-[`OutOfOrder`](errors.md#outoforder). This is the order, block by block. The values of a line belong to one moment and
-may be read in any order among themselves. `collect` and `record` have no order.
+[`OutOfOrder`](errors.md#outoforder). This is the order, block by block. The values of one line belong to one
+moment and may be read in any order among themselves. `collect` and `record` have no order.
 
 {order}
 """
@@ -119,8 +107,9 @@ On a block, its attention and its MLP:
 
 {block_facts}
 
-A block also has `layer_scalar`, the tensor that multiplies its sum, and `index`. `model.plan` holds all facts as frozen
-dataclasses, one `BlockPlan` a block in `model.plan.blocks`; `gemloupe.plan(config)` makes it from a config alone.
+A block also has `layer_scalar`, the tensor that multiplies its sum, and `index`. `model.plan` holds all facts
+as frozen dataclasses, one `BlockPlan` a block in `model.plan.blocks`; `gemloupe.plan(config)` makes it from a
+config alone.
 
 ## Methods
 
@@ -132,7 +121,8 @@ On the MLP of a mixture block:
 
 ## Errors
 
-Every error is a `gemloupe.errors.GemloupeError`. [Errors](errors.md) says what to do about each.
+Every error is a `gemloupe.errors.GemloupeError`, and `PromptWarning` is a warning. [Errors](errors.md) says
+what to do about each.
 
 {errors}
 """
@@ -167,17 +157,17 @@ def vocabulary() -> str:
     """docs/vocabulary.md."""
     used = {axis for _, _, value in values() for axis in value.layout.axes}
     axes = table(("axis", "meaning"), ((code(axis), AXES[axis]) for axis in AXES if axis in used))
-    order = "\n".join(f"{number}. {line}" for number, line in enumerate(moments(), 1))
+    order = "\n".join(f"{number}. {', '.join(map(code, names))}" for number, names in enumerate(moments(), 1))
     parts = [INTRO.format(axes=axes, matrix=matrix(), order=order)]
     for pattern, title in PLACES.items():
         parts.append(f"## {title}\n")
         parts += [entry(value) for place, _, value in values() if place == pattern]
     parts.append(
         TAIL.format(
-            root_facts=facts(StandardizedTransformer, ROOT_FACTS),
-            block_facts=facts(BlockFacts, [n for n, v in vars(BlockFacts).items() if is_fact(n, v)]),
-            methods=methods(StandardizedTransformer, METHODS),
-            mixture_methods=methods(HOSTS["layers[i].mlp"], ("reroute",)),
+            root_facts=facts(StandardizedTransformer),
+            block_facts=facts(BlockFacts),
+            methods=methods(StandardizedTransformer),
+            mixture_methods=methods(HOSTS["layers[i].mlp"]),
             errors=error_table(link="errors.md#{}"),
         )
     )
@@ -198,25 +188,29 @@ def matrix() -> str:
     for each in zip(*(card.values for card in cards), strict=True):
         first = each[0]
         name = first.path.rpartition(".")[2]
-        where = [cell(row.blocks, card.plan.num_layers, row.available) for row, card in zip(each, cards, strict=True)]
+        where = [
+            cell(row.blocks, card.plan.num_layers, row.available)
+            for row, card in zip(each, cards, strict=True)
+        ]
         rows.append((f"[{code(name)}](#{name})", code(str(first.layout)), *where))
     return table(("value", "layout", *CHECKPOINTS), rows)
 
 
 def cell(blocks: tuple[int, ...] | None, num_layers: int, available: bool) -> str:
     if not available:
-        return "–"
+        return "-"
     return "all" if blocks is None or len(blocks) == num_layers else "some"
 
 
 def entry(value: Served) -> str:
     """One value: its docstring, and what a table would say of it."""
     write = "read and write" if value.read_only is None else "read only"
-    return f"### {value.name}\n\n{code(str(value.layout))}, {value.layout.kind}, {write}.\n\n{prose(value.__doc__)}\n"
+    head = f"{code(str(value.layout))}, {value.layout.kind}, {write}."
+    return f"### {value.name}\n\n{head}\n\n{prose(value.__doc__)}\n"
 
 
-def moments() -> list[str]:
-    """The values in the order of the forward, those of one moment on one line."""
+def moments() -> list[list[str]]:
+    """The values in the order of the forward, those of one moment together."""
     known = {name: value for _, name, value in values()}
     lines: list[tuple[Any, list[str]]] = []
     for name in FORWARD_ORDER:
@@ -227,7 +221,7 @@ def moments() -> list[str]:
             lines[-1][1].append(name)
         else:
             lines.append((moment, [name]))
-    return [", ".join(map(code, names)) for _, names in lines]
+    return [names for _, names in lines]
 
 
 def short_tables() -> str:
@@ -235,7 +229,11 @@ def short_tables() -> str:
     parts = []
     for pattern, title in PLACES.items():
         rows = [
-            (code(name), code(str(value.layout)), value.meaning + ("" if value.read_only is None else " Read only."))
+            (
+                code(name),
+                code(str(value.layout)),
+                value.meaning + ("" if value.read_only is None else " Read only."),
+            )
             for place, name, value in values()
             if place == pattern
         ]
@@ -246,34 +244,37 @@ def short_tables() -> str:
 # -- facts, methods, errors ----------------------------------------------------------------------
 
 
-def is_fact(name: str, value: Any) -> bool:
-    return isinstance(value, property) and not name.startswith("_") and name != "block_plan"
-
-
-def facts(kind: type, names: Iterable[str]) -> str:
-    """Properties of a class as a table."""
-    rows = []
-    for name in names:
-        fact = inspect.getattr_static(kind, name)
-        rows.append((code(name), code(annotation(fact.fget)), first_line(fact)))
+def facts(kind: type) -> str:
+    """The public properties that a class defines, as a table."""
+    rows = [
+        (code(name), code(annotation(value.fget)), first_line(value))
+        for name, value in vars(kind).items()
+        if isinstance(value, property) and value.fget is not None and not name.startswith("_")
+    ]
     return table(("name", "type", "meaning"), rows)
 
 
 def annotation(function: Callable[..., Any]) -> str:
-    return str(inspect.signature(function).return_annotation).replace("|", "\\|")
+    # A bar would end the table's cell.
+    return str(inspect.signature(function).return_annotation).replace(" | ", " or ")
 
 
-def methods(kind: type, names: Iterable[str]) -> str:
-    """Methods of a class as a table."""
-    rows = [(code(f"{name}{arguments(getattr(kind, name))}"), first_line(getattr(kind, name))) for name in names]
+def methods(kind: type) -> str:
+    """The public methods that a class defines, as a table."""
+    rows = [
+        (code(name + arguments(value)), re.sub(r" See `.*`\.$", "", first_line(value)))
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and not name.startswith("_") and name not in NOT_CALLED_BY_USERS
+    ]
     return table(("method", "what it does"), rows)
 
 
-def arguments(function: Callable[..., Any]) -> str:
-    """The arguments of a method, without `self` and types."""
-    parameters = list(inspect.signature(function).parameters.values())[1:]
-    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    return str(inspect.Signature(plain))
+def arguments(method: Callable[..., Any]) -> str:
+    """The arguments of a method without `self` and types; those of the function that it hands on to."""
+    place = re.search(r"See\s+`(gemloupe\.\w+)\.(\w+)`", inspect.getdoc(method) or "")
+    function = method if place is None else getattr(import_module(place[1]), place[2])
+    _, *parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([p.replace(annotation=inspect.Parameter.empty) for p in parameters]))
 
 
 def error_table(link: str) -> str:
@@ -281,7 +282,9 @@ def error_table(link: str) -> str:
     rows = []
     for name in errors.__all__:
         kind = getattr(errors, name)
-        builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins" and base is not Exception)
+        builtin = next(
+            base for base in kind.__mro__ if base.__module__ == "builtins" and base is not Exception
+        )
         also = "" if builtin is BaseException else code(builtin.__name__)
         title = code(name) if name == "GemloupeError" else f"[{code(name)}]({link.format(name.lower())})"
         rows.append((title, also, first_line(kind)))
@@ -302,8 +305,11 @@ def first_line(thing: Any) -> str:
 def prose(docstring: str | None) -> str:
     """A docstring as paragraphs of Markdown: labels in bold, layouts and axes in code."""
     text = inspect.cleandoc(docstring or "")
+    text = re.sub(r"\nLayout: \[[\w ]+\]\.\s*", r"\n\n", text)  # the entry's first line says it
     text = re.sub(r"\n(Layout|Raises|Source): ", r"\n\n**\1.** ", text)
-    text = re.sub(rf"(?<![`\w])\[(?:(?:{'|'.join(AXES)}|\.\.\.) ?)+\]", lambda match: code(match.group()), text)
+    text = re.sub(
+        rf"(?<![`\w])\[(?:(?:{'|'.join(AXES)}|\.\.\.) ?)+\]", lambda match: code(match.group()), text
+    )
     paragraphs = (" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
     return "\n\n".join(part for part in paragraphs if part)
 
@@ -316,7 +322,11 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text(encoding="utf-8") != text]
+    stale = [
+        path
+        for path, text in pages().items()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text
+    ]
     if "--check" in arguments:
         for path in stale:
             print(f"{path.relative_to(ROOT)} differs from the package: run `python docs/generate.py`.")
@@ -326,8 +336,6 @@ def main(arguments: list[str]) -> int:
             path.write_text(text, encoding="utf-8")
     return 0
 
-
-assert {axis for layout in LAYOUTS.values() for axis in layout.axes} <= AXES.keys()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

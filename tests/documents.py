@@ -6,11 +6,11 @@ A page's python blocks run in order in one namespace. What they show is written 
 - a `text` block right below: what the block above printed;
 - the same, where the block raises: the last lines of the traceback, `module.Error: message`.
 
-A block `python title="name.py"` is a file: it is written where the page can import it. Numbers with a decimal point
-agree to the last digit shown, give or take one, so that a page holds on another machine.
+A block `python title="name.py"` is a file: it is written where the page can import it. Numbers with a decimal
+point agree to the last digit shown, give or take one, so that a page holds on another machine.
 
-nnsight finds the body of a trace by its source, so the code is in a real file, every line at the number it has on the
-page: a traceback shows the page's own lines.
+nnsight finds the body of a trace by its source, so the code is in a real file, each line at the number it has
+on the page: a traceback shows the page's own lines.
 """
 
 from __future__ import annotations
@@ -149,7 +149,9 @@ class _Block:
         if shown is not None and not same(shown.text, got):
             raise Mismatch(f"{self.place}: the page shows\n{shown.text}\n\nand it is\n{got}")
         if expected and error is None:
-            raise Mismatch(f"{self.place}: nothing was compared with {expected}: not an expression's last line")
+            raise Mismatch(
+                f"{self.place}: nothing was compared with {expected}: not an expression's last line"
+            )
         return compared
 
     def _run(self, statement: ast.stmt, expected: dict[int, str]) -> None:
@@ -171,7 +173,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def same(shown: str, got: str) -> bool:
-    """Whether the texts are equal up to blanks at line ends and the last digit of numbers with a decimal point."""
+    """Whether two texts are equal, up to blanks at line ends and the last digit of decimal numbers."""
     shown, got = ("\n".join(line.rstrip() for line in text.strip("\n").split("\n")) for text in (shown, got))
     if _NUMBER.split(shown) != _NUMBER.split(got):
         return False

@@ -9,10 +9,12 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from huggingface_hub.utils import are_progress_bars_disabled
 from huggingface_hub.utils import logging as hub_logging
 from transformers import LlamaConfig
 from transformers.utils import logging as transformers_logging
@@ -53,6 +55,7 @@ def test_the_tour_in_a_process():
     assert result.returncode == 0
     assert "A tiny e2b: 10 blocks, hidden 40, random weights" in result.stdout
     assert "├── layers[0] for blocks 0-4" in result.stdout
+    assert "mid_stream        [batch seq hidden]  The stream after the attention's add." in result.stdout
     assert "What held: 11 of 11" in result.stdout
 
 
@@ -227,26 +230,36 @@ def test_a_mistake_of_ours_is_not_called_the_users(monkeypatch: pytest.MonkeyPat
     assert isinstance(result.exception, KeyError)
 
 
-def test_the_libraries_below_are_quiet_and_as_before_afterwards(monkeypatch: pytest.MonkeyPatch):
-    hub = logging.getLogger("huggingface_hub")
+@pytest.fixture
+def loud() -> Iterator[tuple[Any, ...]]:
+    """The libraries below say all they have to say; what they are set to, then and in the end."""
+    before = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
+    transformers_logging.set_verbosity_info()
+    hub_logging.set_verbosity_debug()
+    transformers_logging.enable_progress_bar()
+    yield loudness()
+    transformers_logging.set_verbosity(before[0])
+    hub_logging.set_verbosity(before[1])
+
+
+def loudness() -> tuple[Any, ...]:
+    levels = transformers_logging.get_verbosity(), hub_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    return *levels, *bars, list(warnings.filters)
+
+
+def test_the_libraries_below_are_quiet_and_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch, loud: tuple[Any, ...]
+):
     seen = []
 
     def noisy(*_: Any) -> bool:
         warnings.warn("a warning", stacklevel=1)
-        transformers_logging.get_logger("transformers.noise").warning("a log line")
-        hub.warning("another")
-        seen.append((transformers_logging.is_progress_bar_enabled(), hub_logging.get_verbosity()))
+        seen.append(loudness()[:4])
         return True
 
     monkeypatch.setattr(tour, "take_tour", noisy)
-    transformers_logging.enable_progress_bar()
-    before = transformers_logging.get_verbosity(), hub_logging.get_verbosity(), list(warnings.filters)
     result = invoke("tour")
     assert (result.exit_code, result.output) == (0, "")
-    assert seen == [(False, logging.ERROR)]
-    assert before == (
-        transformers_logging.get_verbosity(),
-        hub_logging.get_verbosity(),
-        list(warnings.filters),
-    )
-    assert transformers_logging.is_progress_bar_enabled()
+    assert seen == [(logging.ERROR, logging.ERROR, False, False)]
+    assert loud == (logging.INFO, logging.DEBUG, True, True, loud[-1]) == loudness()

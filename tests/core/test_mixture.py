@@ -416,7 +416,8 @@ def test_a_write_of_another_shape_or_dtype_is_refused(experts, name):
 
 def test_another_experts_implementation_says_what_it_does_not_hold():
     model = tiny(SHAPE)
-    model._module.config._experts_implementation = "deepgemm"
+    config: Any = model._module.config
+    config._experts_implementation = "deepgemm"
     path = "layers[2].mlp.expert_outputs"
     assert not model.has(path)
     assert "experts implementation 'deepgemm'" in (model.why_not(path) or "")

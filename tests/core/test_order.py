@@ -208,7 +208,9 @@ def test_a_write_to_the_routing_after_its_result_was_read_is_refused(first, name
             setattr(model.layers[1].mlp, name, value * 2)
 
 
-@pytest.mark.xfail(strict=True, reason="2026-11-29: what is kept of a moment is what was there before the write")
+STALE = pytest.mark.xfail(strict=True, reason="2026-11-29: what is kept of a moment is what a write replaced")
+
+
 @pytest.mark.parametrize(
     ("name", "then"),
     [
@@ -217,7 +219,9 @@ def test_a_write_to_the_routing_after_its_result_was_read_is_refused(first, name
         ("expert_weights", "expert_outputs"),
     ],
 )
-@pytest.mark.parametrize("read_first", [True, False], ids=["read first", "unread"])
+@pytest.mark.parametrize(
+    "read_first", [pytest.param(True, marks=STALE, id="read first"), pytest.param(False, id="unread")]
+)
 def test_a_written_routing_value_is_read_again_as_written(name, then, read_first):
     case = Case("26b-a4b")
     model = case.model()

@@ -14,8 +14,9 @@ from tests.reference.served import Case, case, difference, layout, on_tokens
 
 BY_BLOCK: Final = 2e-5
 END_TO_END: Final = 2e-4
-# What transformers rounds to float32 in a float64 model: norms, softmax and rotary tables.
-IN_FLOAT64: Final = 2e-6
+# What remains in a float64 model, whose norms, softmax and rotary tables transformers computes in float32.
+# It grows from block to block as in a float32 model; `test_exact` takes it away.
+BY_BLOCK_IN_FLOAT64: Final = 1e-5
 
 CASES: Final = [
     case(shape, wrapper=wrapper, batched=batched)
@@ -77,17 +78,12 @@ def test_every_value_is_served_as_defined_end_to_end(case: Case):
     assert not too_far(case, end_to_end(case), END_TO_END)
 
 
-# Under eager attention transformers 5.24 makes every value NaN where a float64 model has a padded prompt: what it
-# adds to a hidden score is -inf when the softmax is in float32.
-@pytest.mark.parametrize(("attention", "batched"), [("eager", False), (None, True)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_float64_model_differs_by_what_transformers_rounds_to_float32(
-    shape: str, attention: str | None, batched: bool
-):
-    experts = "eager" if shape == "26b-a4b" else None
-    exact = case(shape, batched=batched, dtype=torch.float64, attention=attention, experts=experts)
-    assert not too_far(exact, by_block(exact), IN_FLOAT64)
-    assert not too_far(exact, end_to_end(exact), 10 * IN_FLOAT64)
+def test_a_float64_model_differs_by_what_transformers_rounds_to_float32(shape: str):
+    experts = "eager" if shape == "26b-a4b" else None  # grouped_mm refuses float64
+    double = case(shape, batched=True, dtype=torch.float64, experts=experts)
+    assert not too_far(double, by_block(double), BY_BLOCK_IN_FLOAT64)
+    assert not too_far(double, end_to_end(double), END_TO_END)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

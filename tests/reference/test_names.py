@@ -1,0 +1,77 @@
+"""The names of the reference's values: those that the wrapped model says it has, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from jaxtyping import jaxtyped
+
+import gemloupe.layouts
+from gemloupe import StandardizedTransformer
+from gemloupe.capture import FORWARD_ORDER
+from gemloupe.reference import forward, names
+from gemloupe.testing import SHAPES, tiny_tokenizer
+from tests.reference.served import Case, case, layout
+from tests.test_plan import PUBLISHED, on_meta
+
+
+def supported(model: Any) -> set[str]:
+    """Every value that the model says it has, on each block that has it."""
+    places = set()
+    for row in model.support():
+        if row.blocks is not None:
+            places |= {row.path.replace("[i]", f"[{block}]") for block in row.blocks}
+        elif row.available:
+            places.add(row.path)
+    return places
+
+
+@pytest.mark.parametrize("wrapper", [False, True], ids=["text", "wrapper"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_values_are_those_that_the_model_has(shape: str, wrapper: bool):
+    one = case(shape, wrapper=wrapper)
+    assert set(names(one.plan)) == supported(one.model)
+    assert tuple(forward(one.config, one.state, one.inputs["input_ids"])) == names(one.plan)
+
+
+@pytest.mark.parametrize("checkpoint", PUBLISHED.values(), ids=PUBLISHED)
+def test_the_values_are_those_that_a_published_model_has(checkpoint: Any):
+    module = on_meta(checkpoint.text_config())
+    model = StandardizedTransformer(module, tokenizer=tiny_tokenizer(), device="meta")
+    assert set(names(model.plan)) == supported(model)
+    assert len(names(model.plan)) == len(set(names(model.plan)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_names_are_in_forward_order(shape: str):
+    ranked = []
+    for name in names(case(shape).plan):
+        rank = FORWARD_ORDER.index(name.rpartition(".")[2])
+        block = int(name[len("layers[") : name.index("]")]) if name.startswith("layers[") else None
+        edge = -1 if rank < FORWARD_ORDER.index("layer_input") else len(case(shape).plan.blocks)
+        ranked.append((edge if block is None else block, rank))
+    assert ranked == sorted(ranked)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_value_has_the_layout_that_its_name_says(shape: str):
+    one = case(shape, batched=True)
+    values = forward(one.config, one.state, one.inputs["input_ids"], one.mask)
+    by_block: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        by_block.setdefault(name.partition(".")[0] if "." in name else "", {})[name] = value
+    for block in by_block.values():
+        check(block, one)
+
+
+def check(values: dict[str, Any], one: Case) -> None:
+    # In one context an axis has one size, whichever value it is of.
+    with jaxtyped("context"):
+        assert isinstance(one.inputs["input_ids"], gemloupe.layouts.Tokens)
+        for name, value in values.items():
+            alias = getattr(gemloupe.layouts, layout(name).name)
+            assert isinstance(value, alias), f"{name} is {list(value.shape)}: {jaxtyping.print_bindings()}"
+            assert value.dtype == (torch.float64 if layout(name).kind == "float" else torch.int64)
