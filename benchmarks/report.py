@@ -31,7 +31,7 @@ checkpoints, in float32 under sdpa, without gradients.
 {warnings}
 {table}
 
-Both sides of a row run in turn, A B, B A, A B, on two modules of equal weights, one of which nothing has
+Both sides of a row run in turn, A B, B A, A B, on two modules with the same weights, one of which nothing has
 touched. Each pair gives a ratio of wall times, or where the bound is in seconds, the time of our side. On
 every pair of forwards the tensors that both sides keep are compared, bit for bit.
 

@@ -25,11 +25,11 @@ class Row:
     unit: Literal["ratio", "seconds", "added"] = "ratio"
     """What is measured: the ratio of both sides, the time of ours, or the computing time that ours adds."""
     pairs: int = 0
-    """Pairs of a full run; by default 41 to tell a median from its bound, and 15 for context."""
+    """Pairs of a full run; by default 31 to tell a median from its bound, and 11 for context."""
 
     def __post_init__(self) -> None:
         if not self.pairs:
-            object.__setattr__(self, "pairs", 15 if self.bound is None else 41)
+            object.__setattr__(self, "pairs", 11 if self.bound is None else 31)
 
 
 @dataclass(frozen=True)

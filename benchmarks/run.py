@@ -1,6 +1,6 @@
 """Runs the benchmarks, prints their table, and writes docs/benchmarks.md.
 
-`python benchmarks/run.py` runs everything, half an hour on two idle cores. `--quick` takes few pairs a row;
+`python benchmarks/run.py` runs everything, a quarter of an hour on two idle cores. `--quick` takes few pairs a row;
 `--only layer_output` takes the rows whose name contains that, and writes no page.
 """
 

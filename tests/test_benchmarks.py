@@ -22,7 +22,7 @@ from benchmarks.measure import (
     spread,
     timed_in_process,
 )
-from benchmarks.models import FULL, TINY, config_31b, overrides
+from benchmarks.models import FULL, TINY, config_31b, overrides, twins
 from benchmarks.row import Result, Row
 
 PROCESSES = ("tree/first", "import/")
@@ -87,6 +87,16 @@ def test_the_measured_size_is_the_promised_one() -> None:
     for shape in ("31b", "e2b", "26b-a4b"):
         fields = overrides(shape, FULL)
         assert (fields["hidden_size"], fields["num_hidden_layers"]) == (512, 12)
+
+
+def test_twins_are_modules_of_their_own_with_the_same_weights() -> None:
+    pair = twins("e2b", TINY)
+    modules = {each: list(each.modules()) for each in (pair.bare, pair.second, pair.wrapped)}
+    assert len({id(module) for group in modules.values() for module in group}) == 3 * len(modules[pair.bare])
+    weights = [[id(tensor) for tensor in each.state_dict(keep_vars=True).values()] for each in modules]
+    assert weights[0] == weights[1] == weights[2]
+    touched = ["forward" in vars(each) for each in modules]
+    assert touched == [False, False, True]
 
 
 def test_the_large_config_is_the_31b() -> None:

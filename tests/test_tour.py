@@ -54,6 +54,16 @@ def test_everything_holds_on_every_shape(shape: str):
     assert text.count(" yes") == 11
 
 
+def test_the_number_of_threads_is_as_before():
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        printed(lambda screen: take_tour("31b", screen))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_one_failure_is_the_tours(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tour, "show_sums", lambda *_: [Check("a", "b", 0.0, 0.0), Check("a", "b", 1.0, 0.0)])
     for step in ("show_names", "show_values", "show_lens", "show_edit", "show_routing", "show_steering"):

@@ -7,9 +7,9 @@ module really received, edits included.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Final
 
-import nnsight
 import torch
 from nnsight.intervention.interleaver import EarlyStopException
 
@@ -17,11 +17,11 @@ from . import positions as place
 from .errors import BadArgument, UnknownName
 from .layouts import Layout
 from .ledger import running
-from .paths import expand, find
+from .paths import expand, find, is_pattern
 from .positions import Positions
 from .references import Reference
 from .steering import Frame
-from .workers import SideWorker, caller, start_beside, steps
+from .workers import SideWorker, caller, kept, start_beside, steps
 
 __all__ = ["FORWARD_ORDER", "Collected", "collect", "record"]
 
@@ -91,7 +91,7 @@ class Collected(Mapping[str, Any]):
         if key in self._asked:
             places = self._asked[key]
             found = {path: self._one(path) for path in places}
-            if places == [key] or (len(places) == 1 and not _is_pattern(key)):
+            if places == [key] or (len(places) == 1 and not is_pattern(key)):
                 return found[places[0]]
             tensors = list(found.values())
             alike = all(t.shape == tensors[0].shape and t.dtype == tensors[0].dtype for t in tensors)
@@ -237,6 +237,7 @@ def collect(
 
     Raises: UnknownName, Unavailable, BadArgument, all before anything runs.
     """
+    _refuse_typos(kwargs)
     asked, layouts = _asked(model, values)
     options = (
         {}
@@ -308,7 +309,7 @@ def record(
     finish = Finish(positions, dtype, device, generating)
     finish.frame = Frame(model, parent)
     place.check(positions, finish.frame.prompt, verb="record", growing=model.interleaver.generating)
-    result = nnsight.save(Collected(asked, layouts, finish))
+    result = kept(Collected(asked, layouts, finish))
     group = parent.batch_group
     rows = slice(None) if group is None else slice(group[0], group[0] + group[1])
     _feed(
@@ -326,6 +327,15 @@ def record(
 
     start_beside(model, _trusting(model, task), before=False)
     return result
+
+
+def _refuse_typos(kwargs: Mapping[str, Any]) -> None:
+    """Other keywords go to the model's call, which takes any name; a near miss of ours must not."""
+    own = ("positions", "dtype", "device", "generate", "edits")
+    for name in kwargs:
+        near = get_close_matches(name, own, n=1, cutoff=0.75)
+        if near and name != "position_ids":
+            raise BadArgument(f"collect has no option `{name}`. Did you mean `{near[0]}`?")
 
 
 def _trusting(model: Any, task: Callable[[], None]) -> Callable[[], None]:
@@ -377,7 +387,3 @@ def _feed(result: Collected, encoding: Mapping[str, Any], output: torch.Tensor |
             repeated = mask.repeat_interleave(ids.shape[0] // mask.shape[0], 0)
             mask = torch.cat([repeated, mask.new_ones(ids.shape[0], new)], -1)
     result.input_ids, result.attention_mask = ids, mask
-
-
-def _is_pattern(key: str) -> bool:
-    return "*" in key or ":" in key

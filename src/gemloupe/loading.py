@@ -64,8 +64,8 @@ def check_weights(target: Any) -> None:
     if isinstance(target, torch.nn.Module):
         if not getattr(target, "can_generate", bool)():
             raise UnsupportedModel(
-                f"{type(target).__name__} has no head, so it answers with no logits; wrap the *ForCausalLM or "
-                f"*ForConditionalGeneration that it is part of."
+                f"{type(target).__name__} has no head, so it answers with no logits; wrap the "
+                f"*ForCausalLM or *ForConditionalGeneration that it is part of."
             )
         return
     place = Path(target)

@@ -9,7 +9,7 @@ from .errors import Unavailable, UnknownName
 from .references import Reference
 from .served import Served, served_values
 
-__all__ = ["expand", "find", "parse"]
+__all__ = ["expand", "find", "is_pattern", "parse"]
 
 _TOKEN = re.compile(r"\.?([A-Za-z_]\w*)|\[(-?\d+)\]|\.(\d+)")
 
@@ -62,6 +62,11 @@ def find(model: Any, value: str | Reference) -> tuple[Any, Served | None]:
 
 
 _MANY = re.compile(r"\.\*(?=\.|$)|\[\*\]|\[(-?\d*):(-?\d*)(?::(-?\d+))?\]")
+
+
+def is_pattern(value: str | Reference) -> bool:
+    """Whether a path stands for several places: `layers.*`, `layers[3:9]`."""
+    return _MANY.search(str(value)) is not None
 
 
 def expand(model: Any, value: str | Reference) -> list[str]:

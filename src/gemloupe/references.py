@@ -38,7 +38,8 @@ class Reference:
             f"{what} needs a forward: outside a trace `{self.path}` is a reference, not a tensor.\n"
             f"Read it inside one:\n"
             f"    with model.trace(prompt):\n"
-            f"        value = model.{self.path}.save()"
+            f"        value = model.{self.path}.save()\n"
+            f"or, in a trace without a prompt of its own, inside `with tracer.invoke(prompt):`."
         )
 
     def save(self) -> NoReturn:

@@ -21,6 +21,7 @@ import torch
 from nnsight.intervention.eproperty import eproperty
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 
+from . import layouts
 from .errors import BadWrite, NeverRan, OutOfOrder, OutsideTrace, ReadOnly, Unavailable
 from .layouts import LAYOUTS, Layout
 from .ledger import running, same_view
@@ -194,7 +195,10 @@ class Served(eproperty):
     @property
     def layout(self) -> Layout:
         """The layout its stub names as return annotation."""
-        return LAYOUTS[self._stub.__annotations__["return"].removesuffix("Layout")]
+        hint = self._stub.__annotations__["return"]
+        if not isinstance(hint, str):  # a module without postponed annotations
+            hint = next(name for name, alias in vars(layouts).items() if alias is hint)
+        return LAYOUTS[hint.removesuffix("Layout")]
 
     @property
     def meaning(self) -> str:
@@ -406,7 +410,7 @@ class Served(eproperty):
 
     def _refuse_foreign(self, obj: Any) -> None:
         """A block that runs beside something else than this model's forward cannot be served."""
-        if obj.interleaver.interleaving and running_any():
+        if running_any():
             raise OutsideTrace(
                 f"{self.path_on(obj)} was asked for inside a block that does not run beside this model's "
                 f"forward (a backward block, or another model's trace).\nRead it before that block opens."

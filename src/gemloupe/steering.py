@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-import nnsight
 import torch
 from nnsight.intervention.interleaver import Mediator
 
@@ -18,7 +17,7 @@ from .errors import BadArgument
 from .paths import find
 from .positions import Positions
 from .references import Reference
-from .workers import caller, start_beside, steps
+from .workers import caller, kept, start_beside, steps
 
 __all__ = ["Edited", "When", "skip_layers", "steer"]
 
@@ -82,7 +81,7 @@ def steer(
         raise BadArgument(f"steer: when={when!r}; choose one of {', '.join(get_args(When))}.")
     frame = Frame(model, parent)
     place.check(positions, frame.prompt, verb="steer", growing=model.interleaver.generating)
-    report = nnsight.save(Edited("steer", hosts[0][1], chosen))
+    report = kept(Edited("steer", hosts[0][1], chosen))
     first = model.interleaver.ledger.of(parent).step
 
     def task() -> None:
@@ -116,7 +115,7 @@ def skip_layers(model: Any, start: int, end: int) -> Edited:
             f"skip_layers: from block {first} to block {last} there is none; give the lower first."
         )
     chosen = tuple(range(first, last + 1))
-    report = nnsight.save(Edited("skip_layers", "layer_output", chosen))
+    report = kept(Edited("skip_layers", "layer_output", chosen))
     step_now = model.interleaver.ledger.of(parent).step
     # What the first norm receives is the stream as it really entered, any edit of it included.
     entrance = model.layers[first].location("input_layernorm.input")
@@ -148,6 +147,11 @@ def _blocks(model: Any, layers: int | Iterable[int], verb: str) -> tuple[int, ..
 
 def _host(model: Any, layer: int, at: str | Reference) -> tuple[Any, str]:
     """The envoy that serves `at` on a block, and the value's name there."""
+    if not isinstance(at, (str, Reference)):
+        raise BadArgument(
+            f"steer: at= takes a name such as 'layer_output', not a {type(at).__name__}. "
+            f"Inside a trace a value's attribute is its tensor."
+        )
     name = str(at).rpartition(".")[2]
     block = model.layers[layer]
     for host in (block, block.self_attn, block.mlp):

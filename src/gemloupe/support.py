@@ -15,7 +15,7 @@ from .envoys.mlp import Mlp
 from .envoys.root import Root
 from .errors import Unavailable
 from .layouts import Layout
-from .paths import find
+from .paths import expand, find, is_pattern
 from .served import Served, served_values
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ HOSTS: dict[str, type] = {
 def why_not(model: Any, value: str | Reference) -> str | None:
     """Why the model lacks a value, or `None` where it has it."""
     try:
+        if is_pattern(value):
+            expand(model, value)
+            return None
         host, served = find(model, value)
     except Unavailable as error:
         return str(error).partition(": ")[2]

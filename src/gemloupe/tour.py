@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -30,7 +31,7 @@ MIXTURE: Final = "26b-a4b"
 
 def take_tour(shape: str, console: Console) -> bool:
     """Show what a tiny model of this shape is and does; whether every check on the way held."""
-    with torch.no_grad():
+    with torch.no_grad(), _one_thread():
         model, bare = tiny(shape), tiny_module(shape)
         show_names(console, model, shape)
         show_values(console, model)
@@ -232,6 +233,17 @@ def show_steering(console: Console, model: Any, bare: Any) -> list[Check]:
         agree("steering is causal", "tokens generated, those of a plain hook", texts, felt=felt),
         agree("the report is complete", "positions it counts, tokens that were fed", counts),
     ]
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Run torch on one thread: on a busy machine, threads that wait for each other cost seconds here."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _encoded(model: Any) -> Any:

@@ -48,7 +48,7 @@ def _sliced_prompt(plan: ModelPlan) -> str | None:
     borrowers = [block for block in plan.blocks if block.borrows_keys]
     if not borrowers:
         return None
-    runs = _named(borrowers, "In `generate` transformers runs")
+    runs = _named(borrowers, "In `generate` transformers, since 5.23, runs")
     return (
         f"{runs} on the last position of the prompt alone, so a plain hook there sees one row of it. A trace "
         f"of `generate` sees every row, unless `full_prefill=False` asks for the fast path."

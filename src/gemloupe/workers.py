@@ -12,13 +12,13 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from greenlet import getcurrent
+import nnsight
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 
 from .errors import NeverRan, OutsideTrace
 from .ledger import running
 
-__all__ = ["SideWorker", "caller", "keep_prompt", "start_beside", "steps"]
+__all__ = ["SideWorker", "caller", "keep_prompt", "kept", "start_beside", "steps"]
 
 
 class SideWorker(Mediator):
@@ -52,6 +52,13 @@ def caller(model: Any, verb: str) -> Mediator:
             f"or for every later trace: `with model.edit() as (tracer, edited): edited.{verb}(...)`."
         )
     return mediator
+
+
+def kept(result: Any) -> Any:
+    """`result`, so that it outlives the trace it was made in."""
+    with suppress(ValueError):  # outside a `with` block (in `collect`) nothing has to be kept
+        nnsight.save(result)
+    return result
 
 
 def start_beside(model: Any, task: Callable[[], None], *, before: bool) -> None:

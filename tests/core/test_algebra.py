@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -30,7 +32,7 @@ def wanted_places(position: object, length: int) -> set[int]:
         return set(range(length))
     if isinstance(position, slice):
         return set(range(length)[position])
-    numbers = [position] if isinstance(position, int) else list(position)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    numbers = [position] if isinstance(position, int) else list(position)  # pyright: ignore[reportArgumentType]
     return {range(length)[number] for number in numbers if -length <= number < length}
 
 
@@ -165,4 +167,4 @@ def test_spans_say_the_very_numbers_in_the_fewest_words(numbers):
         ends.append((int(first), int(last or first)))
         assert first != last
     assert found == sorted(numbers)
-    assert all(after[0] > before[1] + 1 for before, after in zip(ends, ends[1:], strict=False))
+    assert all(after[0] > before[1] + 1 for before, after in itertools.pairwise(ends))

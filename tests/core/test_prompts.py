@@ -77,7 +77,8 @@ def test_a_continuation_has_its_bos_in_the_cache():
     model, bare = case.model(), case.bare()
     with torch.no_grad():
         first = bare(ids(6), use_cache=True)
-        with model.trace(BARE, cache=first.cache):
+        mask = torch.ones(1, 9, dtype=torch.int64)
+        with model.trace(BARE, cache=first.cache, attention_mask=mask):
             logits = model.logits.save()
         wanted = bare(torch.cat([ids(6), BARE], -1)).logits[:, -3:]
     assert (logits - wanted).abs().max() <= 1e-4 * wanted.abs().max()

@@ -150,6 +150,27 @@ def test_each_value_read_alone_is_the_value_read_among_all(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("load", [False, True], ids=["text", "wrapper"])
+@pytest.mark.parametrize("batched", [False, True], ids=["one", "batched"])
+def test_reading_everything_changes_no_token_of_a_generation(shape, load, batched):
+    case = Case(shape, wrapper=load, batched=batched)
+    model, order = case.model(), forward_order(case.model())
+    inputs = {name: tensor for name, tensor in case.inputs.items() if name != "position_ids"}
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": -1}
+    wanted = case.bare().generate(**inputs, **options)
+    tokens = []
+    with model.generate(**options) as tracer:
+        for row in case.prompts:
+            with tracer.invoke(row):
+                for _ in tracer.iter[:4]:
+                    for place in order:
+                        place.read(model)
+        with tracer.invoke():
+            tokens.append(tracer.result.save())
+    assert torch.equal(tokens[0], wanted)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_text_and_wrapper_serve_the_same_values(shape):
     plain, inside = (reading(Case(shape, wrapper=load, batched=True)) for load in (False, True))
     for left, right in zip(plain, inside, strict=True):

@@ -12,17 +12,24 @@ Queries, keys, values, scores, pattern and head outputs belong to one moment and
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from ..layouts import HeadOutputs as HeadOutputsLayout
 from ..layouts import Keys, OwnKeys, Pattern, Queries, Residual
-from ..served import Argument, Item, served
+from ..served import Argument, Item, Moment, served
 from .absence import borrows, no_pattern
 from .base import Operation, PartOfBlock
 from .call import CALL, AtCall, HeadOutputs
 from .facts import BlockFacts
 
 __all__ = ["Attention"]
+
+OWN: Final = Moment(
+    "own keys and values",
+    of="self",
+    anchor="source.own_keys.output",
+    members=("source.own_keys.output", "source.own_values.output"),
+)
 
 
 class Attention(BlockFacts, PartOfBlock):
@@ -45,7 +52,7 @@ class Attention(BlockFacts, PartOfBlock):
         """
         return value
 
-    @served("source.own_keys.output", needs=borrows("keys"))
+    @served("source.own_keys.output", needs=borrows("keys"), moment=OWN)
     def own_keys(self, value: Any) -> OwnKeys:
         """The keys this block computes, normed and rotated, before they are cached or lent.
 
@@ -55,7 +62,7 @@ class Attention(BlockFacts, PartOfBlock):
         """
         return value
 
-    @served("source.own_values.output", needs=borrows("values"))
+    @served("source.own_values.output", needs=borrows("values"), moment=OWN)
     def own_values(self, value: Any) -> OwnKeys:
         """The values this block computes, after `v_norm`, before they are cached or lent.
 

@@ -165,8 +165,15 @@ class StandardEnvoy(Envoy):
         return f"{place} has no `{name}`.{hint}"
 
     def _known_names(self) -> list[str]:
-        own = [name for name in dir(type(self)) if not name.startswith("_")]
-        return [*own, *self._child_map, *self._aliases]
+        ours = [kind for kind in type(self).__mro__ if kind.__module__.startswith("gemloupe")]
+        own = [name for kind in ours for name in vars(kind) if name.islower() and not name.startswith("_")]
+        return [*own, *type(self).PARTS, *self._child_map, *self._aliases]
+
+    def __repr__(self) -> str:
+        """nnsight's tree, without the values that are not there."""
+        absent = [value for value in served_values(type(self)).values() if value.why_not(self) is not None]
+        lines = {f"  {value}" for value in absent}
+        return "\n".join(line for line in super().__repr__().split("\n") if line not in lines)
 
 
 class PartOfBlock(StandardEnvoy):

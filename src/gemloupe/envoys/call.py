@@ -109,7 +109,9 @@ class AttentionCall:
 
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, float, Mask]:
         """Queries, keys, scaling and mask, as they stand."""
-        queries, keys = self._current("queries"), self._current("keys")
+        # Where a gradient is wanted, from the copy that keys are served as, now or later.
+        keys = self.get("keys") if self.args[2].requires_grad else self._current("keys")
+        queries = self._current("queries")
         mask = self.args[4] if len(self.args) > 4 else self.kwargs.get("attention_mask")
         module = self.args[0]
         causal = module.config._attn_implementation != "eager" and getattr(module, "is_causal", True)

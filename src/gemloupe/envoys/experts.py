@@ -15,7 +15,6 @@ import torch
 import transformers
 from nnsight.intervention.interleaver import Mediator
 from nnsight.intervention.source import compiled
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ..errors import UnsupportedRelease
 from ..ledger import running, same_memory
@@ -72,6 +71,9 @@ class ExpertOutputs(Served):
         fused = WEIGHTED.get(implementation(obj))
         if fused is None:
             return call
+        # At the top it would nearly double the package's import; a loaded model has imported it anyway.
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
         label = fused.label(compiled(ALL_EXPERTS_FUNCTIONS[implementation(obj)]))
         if label is None:
             raise UnsupportedRelease(

@@ -50,7 +50,7 @@ class BlockFacts:
 
     @property
     def values_from_keys(self) -> bool:
-        """Whether the block has no `v_proj`: its values are the keys' projection, normed (`attention_k_eq_v`)."""
+        """Whether the block has no `v_proj`: its values are the keys' projection, normed."""
         return self.block_plan.values_from_keys
 
     @property

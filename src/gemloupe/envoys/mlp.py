@@ -168,7 +168,7 @@ class Mlp(BlockFacts, PartOfBlock):
     def expert_weights(self, value: Any) -> ExpertWeights:
         """The weight of each chosen expert: renormalised over the chosen, times `per_expert_scale`.
 
-        Layout: [batch seq top_k], largest probability first.
+        Layout: [batch seq top_k], in the order of `expert_indices`.
         Raises: Unavailable, on a dense block.
         """
         return tokens(self, value)
