@@ -32,6 +32,7 @@ def read_config(
         return config
     if not isinstance(target, (str, Path)):
         raise LoadError(f"a model is a repo id, a directory or a module, not {type(target).__name__}.")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     place = Path(target)
@@ -41,6 +42,9 @@ def read_config(
         return AutoConfig.from_pretrained(str(target), revision=revision, trust_remote_code=trust_remote_code)
     except ValueError as error:
         raise UnsupportedModel(f"transformers does not know the model type of {target}: {error}") from error
+    except StrictDataclassError as error:
+        first = " ".join(str(error).split())
+        raise UnsupportedModel(f"the config of {target} does not hold together: {first}") from error
     except OSError as error:
         kind = (
             "directory"

@@ -10,6 +10,7 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gemloupe.errors import BadArgument, BadWrite, LateEdit, OutOfOrder
+from gemloupe.testing import tiny
 from tests.attention.values import CALL, OWN, attention, of_block
 from tests.core.models import Case, ids
 from tests.core.places import reading
@@ -47,10 +48,10 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     assert state(model) == before
     assert not model.interleaver.interleaving
     assert model.interleaver.mediators == []
+    logits: list[torch.Tensor] = []
+    values: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         with model.trace() as tracer:
-            logits = []
-            values: dict[str, torch.Tensor] = {}
             for i, row in enumerate(case.prompts):
                 with tracer.invoke(row):
                     if i == 0:
@@ -61,6 +62,22 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     for name, value in values.items():
         assert torch.equal(value, wanted[name]), name
     assert torch.equal(model._module(**case.inputs).logits, case.logits())
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+def test_the_first_trace_leaves_nothing_either(kernel):
+    """No instrument stays on a module, nor a word in a registry."""
+    model = tiny("e2b", attn_implementation=kernel)
+    before = state(model)
+    with pytest.raises(Oops):
+        with model.trace(ids(7)):
+            attention(model, 3).attention_probabilities[:, 0] = 0
+            raise Oops
+    assert state(model) == before
+    with model.trace(ids(7)):
+        attention(model, 3).attention_probabilities[:, 0] = 0
+    model.collect(ids(7), "layers.*.self_attn.attention_scores", generate=2)
+    assert state(model) == before
 
 
 def interrupted(case: Case, body: Callable[[Any], None]) -> None:
