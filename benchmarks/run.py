@@ -1,7 +1,7 @@
 """Runs the benchmarks, prints their table, and writes docs/benchmarks.md.
 
-`python benchmarks/run.py` runs everything, a quarter of an hour on two idle cores. `--quick` takes few pairs a
-row; `--only layer_output` takes the rows whose name contains that, and writes no page.
+`python benchmarks/run.py` runs everything, a quarter of an hour on two idle cores. `--quick` takes few pairs
+a row; `--only layer_output` takes the rows whose name contains that, and writes no page.
 """
 
 # ruff: noqa: E402 (torch reads the environment when it is imported)

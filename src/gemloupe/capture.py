@@ -6,7 +6,7 @@ module really received, edits included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -166,17 +166,31 @@ class Finish:
             return value
         assert self.frame is not None
         moved = value.movedim(axis, 1)
-        mask = self.frame.over(moved, self.positions)
-        counts = mask.sum(-1)
-        if isinstance(self.positions, torch.Tensor) and self.positions.dtype == torch.bool:
-            return moved[mask]
-        if bool((counts != counts[0]).any()):
-            raise BadArgument(
-                f"positions {self.positions!r} choose {counts.tolist()} tokens of the rows; choose as many "
-                f"of each, or give a boolean mask."
-            )
-        chosen = moved[mask].unflatten(0, (value.shape[0], int(counts[0])))
-        return chosen[:, 0] if isinstance(self.positions, int) else chosen.movedim(1, axis)
+        real, dropped = self.frame.real(moved)
+        chosen = self.positions
+        if isinstance(chosen, slice) or (isinstance(chosen, torch.Tensor) and chosen.dtype == torch.bool):
+            mask = place.select(chosen, real, dropped)
+            if not isinstance(chosen, slice):
+                return moved[mask]
+            unequal(chosen, mask)
+            return moved[mask].unflatten(0, (value.shape[0], int(mask[0].sum()))).movedim(1, axis)
+        listed = chosen.flatten().tolist() if isinstance(chosen, torch.Tensor) else chosen
+        columns = place.columns(listed, real, dropped)
+        taken = moved[torch.arange(len(columns), device=moved.device)[:, None], columns]
+        return taken[:, 0] if isinstance(listed, int) else taken.movedim(1, axis)
+
+
+def unequal(positions: Positions, mask: torch.Tensor) -> None:
+    """Refuse positions of which rows have unequally many.
+
+    Raises: BadArgument.
+    """
+    counts = mask.sum(-1).tolist()
+    if len(set(counts)) > 1:
+        raise BadArgument(
+            f"positions {positions!r} choose {counts} tokens of the rows; choose as many of each, or give a "
+            f"boolean mask."
+        )
 
 
 def joined(layout: Layout, parts: list[torch.Tensor]) -> torch.Tensor:
@@ -257,7 +271,7 @@ def collect(
     def task() -> None:
         finish.frame = Frame(model, caller(model, "collect"))
         fed.update(model.interleaver.encoding)
-        place.check(positions, finish.frame.prompt, verb="collect", growing=generating)
+        _check(positions, finish.frame, "collect", growing=generating)
         for _ in steps(model, None):
             _read(model, places, layouts, result)
             if not generating:
@@ -308,7 +322,7 @@ def record(
     generating = model.interleaver.generating and first is None
     finish = Finish(positions, dtype, device, generating)
     finish.frame = Frame(model, parent)
-    place.check(positions, finish.frame.prompt, verb="record", growing=model.interleaver.generating)
+    _check(positions, finish.frame, "record", growing=model.interleaver.generating)
     result = kept(Collected(asked, layouts, finish))
     group = parent.batch_group
     rows = slice(None) if group is None else slice(group[0], group[0] + group[1])
@@ -327,6 +341,12 @@ def record(
 
     start_beside(model, _trusting(model, task), before=False)
     return result
+
+
+def _check(positions: Positions, frame: Frame, verb: str, *, growing: bool) -> None:
+    place.check(positions, frame.prompt, verb=verb, growing=growing)
+    if isinstance(positions, slice) and frame.prompt is not None and not growing:
+        unequal(positions, place.select(positions, frame.prompt))
 
 
 def _refuse_typos(kwargs: Mapping[str, Any]) -> None:
@@ -354,7 +374,11 @@ def _read(model: Any, places: list[str], layouts: Mapping[str, Layout], result: 
 
 
 def _asked(model: Any, values: Values) -> tuple[dict[str, list[str]], dict[str, Layout]]:
-    given = [values] if isinstance(values, (str, Reference)) else list(values)
+    given = (
+        [values] if isinstance(values, (str, Reference)) or not isinstance(values, Iterable) else list(values)
+    )
+    if any(not isinstance(value, (str, Reference)) for value in given):
+        raise BadArgument(f"values are paths such as 'layers.*.layer_output' or references, not {given!r}.")
     if not given:
         raise BadArgument("no value was asked for; give paths such as 'layers.*.layer_output'.")
     asked = {str(value): expand(model, value) for value in given}

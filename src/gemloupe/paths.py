@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import torch
+
 from .errors import Unavailable, UnknownName
 from .references import Reference
 from .served import Served, served_values
@@ -89,7 +91,7 @@ def expand(model: Any, value: str | Reference) -> list[str]:
         return [served.path_on(host)]
     before, after = text[: match.start()], text[match.end() :]
     container, served = find(model, before)
-    if served is not None or not hasattr(container, "__len__"):
+    if served is not None or not isinstance(getattr(container, "_module", None), torch.nn.ModuleList):
         raise UnknownName(f"{text}: {before} is not a list of blocks.")
     start, stop, step = (int(part) if part else None for part in match.groups())
     places: list[str] = []

@@ -37,16 +37,19 @@ def check(positions: Positions, real: torch.Tensor | None, *, verb: str, growing
     """
     if isinstance(positions, torch.Tensor):
         if positions.dtype == torch.bool:
-            if real is not None and not growing and positions.shape[-1] != real.shape[-1]:
+            if real is not None and not growing and not _broadcasts(positions, real):
                 raise BadArgument(
-                    f"{verb}: the mask of positions covers {positions.shape[-1]} columns, the batch has "
-                    f"{real.shape[-1]}."
+                    f"{verb}: the mask of positions is {tuple(positions.shape)}; it covers "
+                    f"{positions.shape[-1]} columns, the batch has {real.shape[-1]}, in {real.shape[0]} rows."
                 )
             return
         positions = positions.flatten().tolist()
     if positions is None or isinstance(positions, slice):
         return
-    wanted = [positions] if isinstance(positions, int) else list(positions)
+    try:
+        wanted = [positions] if isinstance(positions, int) else list(positions)
+    except TypeError:
+        wanted = [positions]
     if any(isinstance(p, bool) or not isinstance(p, int) for p in wanted):
         raise BadArgument(
             f"{verb}: positions are whole numbers, a slice, or a boolean mask, not {positions!r}."
@@ -61,6 +64,32 @@ def check(positions: Positions, real: torch.Tensor | None, *, verb: str, growing
                 f"{verb}: position {position} is past the sequence: the shortest text has {shortest} tokens, "
                 f"0 to {shortest - 1}, or -{shortest} to -1 from its end."
             )
+
+
+def _broadcasts(mask: torch.Tensor, real: torch.Tensor) -> bool:
+    rows = mask.shape[0] if mask.dim() == 2 else 1
+    return mask.dim() in (1, 2) and mask.shape[-1] == real.shape[-1] and rows in (1, real.shape[0])
+
+
+def columns(positions: int | Sequence[int], real: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+    """The columns of chosen tokens in the order given, `[batch chosen]`.
+
+    `dropped` says how many real tokens of each row stand before the first column, and are not there.
+    Raises: BadArgument, for a position that is not there.
+    """
+    wanted = torch.as_tensor([positions] if isinstance(positions, int) else list(positions))
+    found = []
+    for row, mask in enumerate(real):
+        there = mask.nonzero().flatten()
+        before = int(dropped[row])
+        total = before + len(there)
+        place = torch.where(wanted >= 0, wanted, wanted + total).to(there.device) - before
+        if len(place) and (int(place.min()) < 0 or int(place.max()) >= len(there)):
+            raise BadArgument(
+                f"position {positions} of row {row} is not there: its tokens are {before} to {total - 1}."
+            )
+        found.append(there[place])
+    return torch.stack(found)
 
 
 def select(positions: Positions, real: torch.Tensor, start: torch.Tensor | int = 0) -> torch.Tensor:

@@ -275,18 +275,7 @@ class Served(eproperty):
         value = self.current(host, raw)
         if self.private and isinstance(value, torch.Tensor):
             return value.clone()
-        return self.marked(value)
-
-    @staticmethod
-    def marked(value: Any) -> Any:
-        """Let `.grad` of a view be taken from the tensor it is a view of.
-
-        A view made here is not itself on the way to the logits. nnsight reads the gradient of a marked
-        view off its base (`nnsight.intervention.backward`), which is.
-        """
-        if isinstance(value, torch.Tensor) and value.requires_grad and value._base is not None:
-            setattr(value, "_nnsight_batch", True)  # noqa: B010  # nnsight's own mark
-        return value
+        return marked(value, own=value is not self.piece.take(raw))
 
     def current(self, host: Any, raw: Any) -> Any:
         """The value as the model holds it, in its standard layout."""
@@ -418,6 +407,31 @@ class Served(eproperty):
 
 
 served = Served
+
+
+def marked(value: Any, *, own: bool) -> Any:
+    """Let `.grad` of a view be taken from the tensor it is a view of.
+
+    A view made here (`own`) is not itself on the way to the logits, nor is one that nnsight cut to an
+    invoke's rows. nnsight reads the gradient of a marked view off its base, by the view's strides
+    (`nnsight.intervention.backward`), so the base's gradient has to be laid out as the base is.
+    """
+    if not isinstance(value, torch.Tensor) or not value.requires_grad or value._base is None:
+        return value
+    if own:
+        setattr(value, "_nnsight_batch", True)  # noqa: B010  # nnsight's own mark
+    if getattr(value, "_nnsight_batch", False):
+        size, stride = value._base.size(), value._base.stride()
+
+        def laid_out(gradient: torch.Tensor) -> torch.Tensor:
+            if gradient.stride() == stride and gradient.storage_offset() == 0:
+                return gradient
+            return torch.empty_strided(size, stride, dtype=gradient.dtype, device=gradient.device).copy_(
+                gradient
+            )
+
+        value._base.register_hook(laid_out)
+    return value
 
 
 def running_any() -> bool:

@@ -191,23 +191,31 @@ class Frame:
             real = torch.ones_like(prompt[:, :1])
             start = prompt.sum(-1, keepdim=True) + step - 1
             return place.select(positions, real, start) & self._wanted(when, True)
-        # The prompt, or without a cache the whole text so far.
-        new = torch.zeros(seq, dtype=torch.bool, device=value.device)
-        new[prompt.shape[1] :] = True
-        wanted = torch.ones_like(new) if when == "both" else new if when == "new" else ~new
-        return self.over(value, positions) & wanted
+        width = prompt.shape[1]
+        masks = [self.over(value[:, :width], positions) & self._wanted(when, False)]
+        # Without a cache the whole text so far runs again: each new token as in the step that brought it.
+        for place_ in range(width, seq):
+            start = prompt.sum(-1, keepdim=True) + place_ - width
+            masks.append(
+                place.select(positions, torch.ones_like(prompt[:, :1]), start) & self._wanted(when, True)
+            )
+        return torch.cat(masks, -1)
 
     def over(self, value: torch.Tensor, positions: Positions) -> torch.Tensor:
         """The chosen tokens of a `value` that runs from the prompt on, `[batch seq]`."""
+        return place.select(positions, *self.real(value))
+
+    def real(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which tokens of a `value` that runs from the prompt on are real, `[batch seq]`, and how many
+        of each row's were dropped before it, `[batch 1]`: transformers may keep the last positions alone.
+        """
         batch, seq = value.shape[:2]
         prompt = self._prompt(value)
         if prompt is None:
             prompt = torch.ones(batch, seq, dtype=torch.bool, device=value.device)
         grown = prompt.new_ones(batch, max(0, seq - prompt.shape[1]))
-        real = torch.cat([prompt[:, -seq:], grown], -1)
-        # transformers may have dropped all but the last positions of the prompt.
         dropped = prompt[:, : max(0, prompt.shape[1] - seq)].sum(-1, keepdim=True)
-        return place.select(positions, real, dropped)
+        return torch.cat([prompt[:, -seq:], grown], -1), dropped
 
     def _prompt(self, value: torch.Tensor) -> torch.Tensor | None:
         if self.prompt is None:

@@ -56,6 +56,7 @@ def test_a_cache_holds_the_keys_of_the_blocks_that_compute_them():
     assert list(cache.keys) == list(cache.values) == [b.index for b in one.plan.blocks if not b.borrows_keys]
     for index in cache.keys:
         assert torch.equal(cache.keys[index], values[f"layers[{index}].self_attn.own_keys"])
+    assert cache.attention_mask is not None
     assert torch.equal(cache.attention_mask, one.mask)
 
 

@@ -20,7 +20,7 @@ from nnsight.intervention.interleaver import Event, Mediator, Pending
 
 from ..errors import OutOfOrder
 from ..ledger import version
-from ..served import Served, late_text
+from ..served import Served, late_text, marked
 from .mixing import Mask, heads_of, pattern_from, pattern_of, read_mask, scores_of
 
 __all__ = ["CALL", "AtCall", "AttentionCall", "HeadOutputs"]
@@ -58,8 +58,10 @@ class AttentionCall:
         self.born: dict[str, int | None] = {
             role: version(self.args[index]) for role, index in _ARGUMENT.items()
         }
-        self.written: set[str] = set()
-        """Roles that were assigned."""
+        self.writes: dict[str, int] = {}
+        """How often each role was assigned."""
+        self.followed: tuple | None = None
+        """The state of the scores that the held pattern was computed from."""
         self.mixed: dict[str, torch.Tensor] = {}
         """Scores and pattern as this worker left them, where it edited either."""
         self.inherited: list[AttentionCall] = []
@@ -81,14 +83,34 @@ class AttentionCall:
         if role == "scores":
             if "scores" not in self.held:
                 self.held["scores"] = self._inherit("scores", self._scores())
+                self.born["scores"] = version(self.held["scores"])
             return self.held["scores"]
-        if "pattern" not in self.held:
+        if "pattern" not in self.held or self._outdated():
+            if torch.is_grad_enabled() and (self.args[1].requires_grad or self.args[2].requires_grad):
+                self.get("scores")  # the gradient reaches the pattern through the scores, read or not
             known = self.held.get("scores")
             pattern = pattern_from(*self._inputs()) if known is None else pattern_of(known)
             self.held["pattern"] = self._inherit("pattern", pattern)
-        elif "scores" in self.held and self._edited("scores") and not self._edited("pattern"):
-            self.held["pattern"] = pattern_of(self.held["scores"])
+            self._take_pattern()
         return self.held["pattern"]
+
+    def _take_pattern(self) -> None:
+        self.born["pattern"] = version(self.held["pattern"])
+        self.followed = self._state("scores") if "scores" in self.held else None
+
+    def _outdated(self) -> bool:
+        """Whether the scores were edited after the pattern was computed from them."""
+        if "scores" not in self.held or "pattern" not in self.held:
+            return False
+        known = self.followed if self.followed is not None else (0, False)
+        moved = self._state("scores") != known
+        if moved and self._edited("pattern"):
+            raise OutOfOrder(
+                f"{self._name('attention_scores')} was edited after attention_probabilities was read, and "
+                f"both were edited: the pattern follows from the scores.\n"
+                f"Edit the scores first, then read the pattern."
+            )
+        return moved
 
     def put(self, role: str, new: torch.Tensor) -> None:
         """Take `new` for a role."""
@@ -98,9 +120,12 @@ class AttentionCall:
                 f"edited: the pattern follows from the scores.\nEdit the scores first, then read the pattern."
             )
         self.held[role] = new
-        self.written.add(role)
+        self.writes[role] = self.writes.get(role, 0) + 1
+        self.born[role] = version(new)
         if role == "scores":
             self.held.pop("pattern", None)
+        if role == "pattern":
+            self._take_pattern()
         if role in ("scores", "pattern"):
             self._remember()
 
@@ -139,8 +164,9 @@ class AttentionCall:
         self.computed_from = {role: self._state(role) for role in ("queries", "keys")}
 
     def _state(self, role: str) -> tuple:
-        written = id(self.held[role]) if role in self.written else None
-        return written, version(self._current(role)) != self.born[role] and version(self._current(role))
+        """What tells one state of a role from another: how often it was assigned, and its version."""
+        current = self.held[role] if role in self.held else self._current(role)
+        return self.writes.get(role, 0), version(current) != self.born[role] and version(current)
 
     def _stale(self) -> bool:
         """Whether queries or keys changed after scores or pattern were computed from them."""
@@ -153,7 +179,7 @@ class AttentionCall:
         return moved
 
     def _edited(self, role: str) -> bool:
-        if role in self.written:
+        if role in self.writes:
             return True
         return self.host.interleaver.ledger.changed(self.held[role])
 
@@ -176,6 +202,7 @@ class AttentionCall:
     def finish(self) -> Any:
         """What goes back at the location of `back`: the call's inputs, or its output."""
         stale = self.mixes and self._stale()
+        self._outdated()
         edited = {role for role in self.held if self._edited(role)}
         self.host.interleaver.ledger.settle(*self.held.values())
         args = self._arguments(edited)
@@ -200,8 +227,7 @@ class AttentionCall:
         return (mixed, weights, *rest[1:])
 
     def _pattern(self, edited: set[str]) -> torch.Tensor:
-        from_scores = "scores" in edited and "pattern" not in edited
-        if from_scores or "pattern" not in self.held:
+        if "pattern" not in self.held or ("pattern" not in edited and self._outdated()):
             self.held["pattern"] = pattern_of(self.held["scores"])
         return self.held["pattern"]
 
@@ -279,7 +305,7 @@ class AtCall(Served):
             return value
         ledger.watch(value, name)
         mediator.transform = call.back(self)
-        return self.marked(value)
+        return marked(value, own=False)
 
     def _write(self, obj: Any, mediator: Mediator, state: Any, name: str, value: torch.Tensor) -> None:
         call, late = self._call(obj, mediator, state, name, "write")

@@ -67,11 +67,12 @@ def pattern_of(scores: torch.Tensor) -> torch.Tensor:
 
     A row that sees nothing (padding under a fused kernel) is zero, as the kernel leaves it.
     """
-    pattern = torch.softmax(scores, dim=-1, dtype=torch.float32)
-    blind = scores.amax(-1, keepdim=True) == -torch.inf
-    if bool(blind.any()):
-        pattern = pattern.masked_fill(blind, 0.0)
-    return pattern.to(scores.dtype)
+    blind = scores.detach().amax(-1, keepdim=True) == -torch.inf
+    if not bool(blind.any()):
+        return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
+    # Filled before the softmax too, whose gradient would not be a number there.
+    pattern = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1, dtype=torch.float32)
+    return pattern.masked_fill(blind, 0.0).to(scores.dtype)
 
 
 def pattern_from(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask: Mask) -> torch.Tensor:

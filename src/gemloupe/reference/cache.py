@@ -44,3 +44,7 @@ class Cache:
             values = torch.cat([self.values[index], values], -2)
         self.keys[index], self.values[index] = keys, values
         return keys, values
+
+    def of(self, index: int) -> tuple[KeysOrValues, KeysOrValues]:
+        """Block `index`'s keys and values of all tokens."""
+        return self.keys[index], self.values[index]

@@ -20,11 +20,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import BadArgument
-from ..layouts import Logits, PerLayerInputs, Residual, Tokens
+from ..layouts import PerLayerInputs, Residual, Tokens
 from .block import block
 from .cache import Cache
 from .ops import embed, linear, lm_head, residual, rmsnorm, softcap, softmax
 from .sight import sight
+from .steps import Steps
 from .weights import Weights
 
 __all__ = ["entrance", "forward", "head", "parts"]
@@ -41,6 +42,7 @@ def forward(
     *,
     images: Tokens | None = None,
     cache: Cache | None = None,
+    given: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Every value of one forward by its standard name, in forward order, in float64.
 
@@ -55,12 +57,14 @@ def forward(
         positions are counted from each row's first real token. Values on padding have no meaning.
     images: which image each token belongs to, -1 for none; see `sight`. It says who sees ahead, not more.
     cache: the tokens before these; the new ones are appended to it.
+    given: values by name that take the place of the computed ones in all that follows from them, as an
+        edit does; what is returned under their names is what was computed.
 
     Raises: as `Weights`; BadArgument, for ids or masks that do not fit.
     """
     weights = Weights(config, state)
     values: dict[str, Tensor] = {}
-    for part in parts(weights, input_ids, attention_mask, images=images, cache=cache):
+    for part in parts(weights, input_ids, attention_mask, images=images, cache=cache, given=given):
         values |= part
     return values
 
@@ -72,19 +76,24 @@ def parts(
     *,
     images: Tokens | None = None,
     cache: Cache | None = None,
+    given: Mapping[str, Tensor] | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """What `forward` returns, piece by piece: the entrance, each block, the head.
+    """What `forward` returns, piece by piece: the inputs, the entrance, each block, the head.
 
-    Of a piece that has been passed, only the stream and the keys and values that are still to be borrowed
-    are kept.
+    Of a piece that has been passed, only the stream and what is still to be borrowed are kept.
     """
     if attention_mask is None:
         attention_mask = torch.ones_like(input_ids)
     _check_inputs(weights, input_ids, attention_mask, images)
     input_ids, attention_mask = input_ids.to(weights.device), attention_mask.to(weights.device)
     yield {"input_ids": input_ids, "attention_mask": attention_mask}
-    found = entrance(weights, input_ids)
-    stream, given = found["token_embeddings"], found.get("per_layer_inputs")
+
+    def after(found: dict[str, Tensor], name: str) -> Tensor:
+        return weights.real(given[name]) if given and name in given else found[name]
+
+    found = entrance(weights, input_ids, given=given)
+    stream = after(found, "token_embeddings")
+    for_blocks = after(found, "per_layer_inputs") if weights.plan.per_layer_input_size else None
     yield found
 
     seen = attention_mask if cache is None else cache.see(attention_mask)
@@ -99,39 +108,53 @@ def parts(
             plan.index,
             stream,
             where,
-            per_layer_input=None if given is None else given[:, :, plan.index],
+            per_layer_input=None if for_blocks is None else for_blocks[:, :, plan.index],
             borrowed=lent.get(plan.kv_source),
             cache=cache,
+            given=given,
         )
-        name = f"layers[{plan.index}]"
-        stream = found[f"{name}.layer_output"]
+        at = f"layers[{plan.index}]"
+        stream = after(found, f"{at}.layer_output")
         if plan.kv_borrowers:
-            attention = f"{name}.self_attn.attention"
-            lent[plan.index] = found[f"{attention}_keys"], found[f"{attention}_values"]
+            # Its own, not those that it attends with: these are private to the block.
+            own = [after(found, f"{at}.self_attn.own_{kind}") for kind in ("keys", "values")]
+            lent[plan.index] = (own[0], own[1]) if cache is None else cache.of(plan.index)
         yield found
-    yield head(weights, stream)
+    yield head(weights, stream, given=given)
 
 
-def entrance(weights: Weights, input_ids: Tokens) -> dict[str, Tensor]:
-    """What the tokens are before the first block, by name: their embeddings and their per-layer inputs."""
-    plan = weights.plan
-    found = {"token_embeddings": _looked_up(weights, "embed_tokens", plan.hidden_size, input_ids)}
+def entrance(
+    weights: Weights, input_ids: Tokens, *, given: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """What the tokens are before the first block, by name: their embeddings and their per-layer inputs.
+
+    given: see `block`.
+    """
+    plan, steps = weights.plan, Steps("", given, weights.real)
+    embedded = _looked_up(weights, "embed_tokens", plan.hidden_size, input_ids)
+    embedded = steps("token_embeddings", embedded)
     if (size := plan.per_layer_input_size) is not None:
         by_token = _looked_up(weights, "embed_tokens_per_layer", size, input_ids)
-        found["per_layer_token_inputs"] = by_token.unflatten(-1, (plan.num_layers, size))
-        found["per_layer_context_inputs"] = _context_inputs(weights, found["token_embeddings"])
-        both = residual(1, found["per_layer_context_inputs"], found["per_layer_token_inputs"])
-        found["per_layer_inputs"] = both * 2**-0.5
-    return found
+        by_token = steps("per_layer_token_inputs", by_token.unflatten(-1, (plan.num_layers, size)))
+        context = steps("per_layer_context_inputs", _context_inputs(weights, embedded))
+        steps("per_layer_inputs", residual(1, context, by_token) * 2**-0.5)
+    return steps.found
 
 
-def head(weights: Weights, stream: Residual) -> dict[str, Tensor]:
-    """The model's answer to the stream that leaves the last block, by name."""
-    plan = weights.plan
+def head(
+    weights: Weights, stream: Residual, *, given: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The model's answer to the stream that leaves the last block, by name.
+
+    given: see `block`.
+    """
+    plan, steps = weights.plan, Steps("", given, weights.real)
     x = rmsnorm(plan.norm_eps, weights.real(stream), weights["model.norm.weight"])
-    raw: Logits = torch.cat([lm_head(1, None, rows, x) for rows in weights.head.split(_HEAD_ROWS)], -1)
-    logits = raw if plan.logit_cap is None else softcap(plan.logit_cap, raw)
-    return {"raw_logits": raw, "logits": logits, "next_token_probs": softmax(logits[:, -1])}
+    raw = torch.cat([lm_head(1, None, rows, x) for rows in weights.head.split(_HEAD_ROWS)], -1)
+    raw = steps("raw_logits", raw)
+    logits = steps("logits", raw if plan.logit_cap is None else softcap(plan.logit_cap, raw))
+    steps("next_token_probs", softmax(logits[:, -1]))
+    return steps.found
 
 
 def _looked_up(weights: Weights, name: str, width: int, input_ids: Tokens) -> Tensor:

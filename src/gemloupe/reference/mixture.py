@@ -10,41 +10,33 @@ Only the `top_k` likeliest experts of each token run, and their outputs are summ
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..layouts import ExpertIndices, ExpertOutputs, ExpertWeights, Residual
 from ..plan import BlockPlan
 from .ops import gelu_mul, linear, rmsnorm, rmsnorm_unit, softmax
+from .steps import Steps
 from .weights import BlockWeights
 
 __all__ = ["route"]
 
 
-def route(
-    plan: BlockPlan, weights: BlockWeights, stream: Residual, eps: float, indices: ExpertIndices | None = None
-) -> dict[str, Tensor]:
-    """The values of the mixture, by name, from the stream after the attention's add.
-
-    indices: send the tokens to these experts instead of the `top_k` likeliest.
-    """
+def route(steps: Steps, plan: BlockPlan, weights: BlockWeights, stream: Residual, eps: float) -> Residual:
+    """The experts' answer to the stream after the attention's add, before its post-norm."""
     scaled = rmsnorm_unit(eps, stream) * weights["router.scale"].double() * stream.shape[-1] ** -0.5
-    logits = linear(weights["router.proj.weight"], scaled)
-    probabilities = softmax(logits)
-    if indices is None:
-        assert plan.top_k is not None  # a mixture block has one
-        indices = probabilities.topk(plan.top_k, -1).indices
-    chosen = probabilities.gather(-1, indices)
-    shares = chosen / chosen.sum(-1, keepdim=True) * weights["router.per_expert_scale"].double()[indices]
+    logits = steps("mlp.router_logits", linear(weights["router.proj.weight"], scaled))
+    probabilities = steps("mlp.router_probabilities", softmax(logits))
+    assert plan.top_k is not None  # a mixture block has one
+    likeliest = probabilities.topk(plan.top_k, -1).indices
+    indices = steps("mlp.expert_indices", likeliest)
+    shares = steps("mlp.expert_weights", _shares(weights, probabilities, indices))
     x = rmsnorm(eps, stream, weights["pre_feedforward_layernorm_2.weight"])
-    outputs = _expert_outputs(weights, x, indices, shares)
-    return {
-        "router_logits": logits,
-        "router_probabilities": probabilities,
-        "expert_weights": shares,
-        "expert_indices": indices,
-        "expert_outputs": outputs,
-        "routed_output": outputs.sum(-2),
-    }
+    outputs = steps("mlp.expert_outputs", _expert_outputs(weights, x, indices, shares))
+    return steps("mlp.routed_output", outputs.sum(-2))
+
+
+def _shares(weights: BlockWeights, probabilities: torch.Tensor, indices: ExpertIndices) -> ExpertWeights:
+    chosen = probabilities.gather(-1, indices)
+    return chosen / chosen.sum(-1, keepdim=True) * weights["router.per_expert_scale"].double()[indices]
 
 
 def _expert_outputs(

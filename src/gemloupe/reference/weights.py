@@ -80,8 +80,9 @@ class Weights:
         return BlockWeights(self, f"model.layers.{index}.")
 
     def real(self, tensor: Tensor) -> Tensor:
-        """The numbers that a tensor holds, where the weights are used: in float64, detached."""
-        return tensor.detach().to(self.device, torch.float64)
+        """The numbers that a tensor holds, where the weights are used: float64 (whole numbers stay), detached."""
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to(self.device, dtype)
 
     @property
     def head(self) -> Tensor:
