@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import nnsight
@@ -24,7 +25,6 @@ BARE: Final = "the bare module"
 HOOKS: Final = "plain hooks that keep the same tensors"
 SMALL: Final = Size(hidden=64, layers=12, batch=2, seq=16)
 """Twelve blocks that compute next to nothing: what a trace adds stands out."""
-NEW_TOKENS: Final = 8
 
 
 def row(shape: str, name: str, what: str, against: str, ours: Run, theirs: Run, **fields: Any) -> Row:
@@ -38,15 +38,14 @@ def row(shape: str, name: str, what: str, against: str, ours: Run, theirs: Run, 
     return Row(f"{shape}/{name}", what, against, measure, **fields)
 
 
-def added(shape: str, name: str, what: str, against: str, ours: Run, theirs: Run) -> Row:
-    """A row of the computing time that our side adds, on small models and one thread."""
-    ratio = row(shape, f"added-{name}", what, against, ours, theirs, unit="added", pairs=51)
+def small(original: Row) -> Row:
+    """The row on small models and one thread."""
 
     def measure(size: Size, pairs: int) -> Measurement:
         with one_thread():
-            return ratio.measure(min(size, SMALL, key=lambda each: each.hidden * each.seq), pairs)
+            return original.measure(min(size, SMALL, key=lambda each: each.hidden), pairs)
 
-    return Row(ratio.name, what, against, measure, unit="added", pairs=ratio.pairs)
+    return replace(original, measure=measure)
 
 
 def _itself(result: Any) -> Any:
@@ -173,22 +172,30 @@ def direction(pair: Twins) -> torch.Tensor:
 
 # ---- generate ----------------------------------------------------------------------------------------------
 
-LENGTH: Final = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+
+def length(steps: int) -> dict[str, Any]:
+    return {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False}
 
 
-def read_steps(pair: Twins) -> list[torch.Tensor]:
-    with pair.model.generate(pair.inputs, **LENGTH) as tracer:
-        kept = nnsight.save([])
-        for _step in tracer.iter[:NEW_TOKENS]:
-            kept += [layer.layer_output for layer in pair.model.layers]
-    return kept
+def read_steps(steps: int) -> Run:
+    def run(pair: Twins) -> list[torch.Tensor]:
+        with pair.model.generate(pair.inputs, **length(steps)) as tracer:
+            kept = nnsight.save([])
+            for _step in tracer.iter[:steps]:
+                kept += [layer.layer_output for layer in pair.model.layers]
+        return kept
+
+    return run
 
 
-def hook_steps(pair: Twins) -> list[torch.Tensor]:
-    kept: list[torch.Tensor] = []
-    with hooked([block.register_forward_hook(keep_output(kept)) for block in blocks(pair)]):
-        pair.bare.generate(**pair.inputs, **LENGTH)
-    return kept
+def hook_steps(steps: int) -> Run:
+    def run(pair: Twins) -> list[torch.Tensor]:
+        kept: list[torch.Tensor] = []
+        with hooked([block.register_forward_hook(keep_output(kept)) for block in blocks(pair)]):
+            pair.bare.generate(**pair.inputs, **length(steps))
+        return kept
+
+    return run
 
 
 # ---- plain hooks -------------------------------------------------------------------------------------------
@@ -259,25 +266,32 @@ def mixture_rows(shape: str, kind: str) -> list[Row]:
     ]
 
 
+def generate_row(shape: str, name: str, what: str, steps: int) -> Row:
+    what = f"{what}: every `layer_output` of {steps} steps of `generate`"
+    return row(shape, name, what, HOOKS, read_steps(steps), hook_steps(steps), pairs=7)
+
+
 def added_rows(shape: str, kind: str) -> list[Row]:
-    """The rows of what is added per forward."""
+    """The rows of what is added to one forward."""
+
+    def added(name: str, what: str, against: str, ours: Run, theirs: Run) -> Row:
+        what = f"{kind}, small: {what}"
+        return small(row(shape, f"added-{name}", what, against, ours, theirs, unit="added", pairs=51))
+
     return [
-        added(shape, "control", f"{kind}, small: a second bare module", BARE, second, plain),
-        added(shape, "outside", f"{kind}, small: the wrapped model outside a trace", BARE, outside, plain),
-        added(
-            shape, "trace", f"{kind}, small: a trace that reads the logits alone", BARE, read_logits, plain
-        ),
-        added(
-            shape, "layer_output", f"{kind}, small: every `layer_output`", HOOKS, read_outputs, hook_outputs
-        ),
-        added(shape, "mlp", f"{kind}, small: four values of every MLP", HOOKS, read_mlps, hook_mlps),
+        added("control", "a second bare module", BARE, second, plain),
+        added("outside", "the wrapped model outside a trace", BARE, outside, plain),
+        added("trace", "a trace that reads the logits alone", BARE, read_logits, plain),
+        added("layer_output", "every `layer_output`", HOOKS, read_outputs, hook_outputs),
+        added("mlp", "four values of every MLP", HOOKS, read_mlps, hook_mlps),
     ]
 
 
 ROWS: list[Row] = [
     *text_rows("31b", "dense"),
-    row("31b", "generate", "dense: every `layer_output` of 8 steps", HOOKS, read_steps, hook_steps),
+    generate_row("31b", "generate", "dense", 8),
     *text_rows("e2b", "E2B-like"),
     *mixture_rows("26b-a4b", "mixture"),
+    small(generate_row("31b", "many-steps", "dense, small", 64)),
     *added_rows("e2b", "E2B-like"),
 ]

@@ -107,7 +107,13 @@ class Collected(Mapping[str, Any]):
         return len(self._asked)
 
     def __repr__(self) -> str:
-        return f"Collected({', '.join(self._asked)})"
+        return f"Collected({', '.join(self._described(key) for key in self._asked)})"
+
+    def _described(self, key: str) -> str:
+        if any(path not in self._steps for path in self._asked[key]):
+            return f"{key}: not there yet"
+        value = self[key]
+        return f"{key}: {list(value.shape) if isinstance(value, torch.Tensor) else f'{len(value)} tensors'}"
 
     def paths(self, value: str | Reference) -> list[str]:
         """The places a pattern found."""

@@ -8,7 +8,7 @@ itself raises `OutsideTrace` with the line to write instead.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from .errors import OutsideTrace
 
@@ -34,11 +34,13 @@ class Reference:
         return self.path
 
     def _as_tensor(self, what: str) -> NoReturn:
+        writes = what in ("`[...] = ...`", "`+=`", "`-=`", "`*=`", "`/=`")
+        line = f"model.{self.path}[:] = ..." if writes else f"value = model.{self.path}.save()"
         raise OutsideTrace(
             f"{what} needs a forward: outside a trace `{self.path}` is a reference, not a tensor.\n"
-            f"Read it inside one:\n"
+            f"{'Write' if writes else 'Read'} it inside one:\n"
             f"    with model.trace(prompt):\n"
-            f"        value = model.{self.path}.save()\n"
+            f"        {line}\n"
             f"or, in a trace without a prompt of its own, inside `with tracer.invoke(prompt):`."
         )
 
@@ -73,10 +75,31 @@ def _refuse(name: str) -> Any:
     return refused
 
 
-# Special methods are looked up on the class, so `__getattr__` does not see them.
-for _name in (
-    "__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ "
-    "__itruediv__ __matmul__ __rmatmul__ __pow__ __neg__ __abs__ __lt__ __le__ __gt__ __ge__ __getitem__ "
-    "__setitem__ __len__ __iter__ __float__ __int__ __bool__ __array__"
-).split():
-    setattr(Reference, _name, _refuse(_name))
+# Special methods are looked up on the class, so `__getattr__` does not see them. Each with what was written.
+_OPERATORS: Final = {
+    "+": "__add__ __radd__",
+    "+=": "__iadd__",
+    "-": "__sub__ __rsub__ __neg__",
+    "-=": "__isub__",
+    "*": "__mul__ __rmul__",
+    "*=": "__imul__",
+    "/": "__truediv__ __rtruediv__",
+    "/=": "__itruediv__",
+    "@": "__matmul__ __rmatmul__",
+    "**": "__pow__",
+    "<": "__lt__ __gt__",
+    "<=": "__le__ __ge__",
+    "[...]": "__getitem__",
+    "[...] = ...": "__setitem__",
+    "len()": "__len__",
+    "iteration": "__iter__",
+    "abs()": "__abs__",
+    "float()": "__float__",
+    "int()": "__int__",
+    "bool()": "__bool__",
+    "numpy": "__array__",
+}
+
+for _written, _methods in _OPERATORS.items():
+    for _method in _methods.split():
+        setattr(Reference, _method, _refuse(_written))

@@ -290,6 +290,8 @@ class Served(eproperty):
         edited = host.interleaver.ledger.settle(view)
         if edited and self.read_only is not None:
             raise ReadOnly(f"{self.path_on(host)} cannot be edited: {self.read_only}")
+        if edited and self._check is not None:
+            self._check(host, view)
         if not self.private or not (edited or getattr(view, "requires_grad", False)):
             return raw
         # A copy that carries a gradient goes back unedited too, to be on the path to the logits.
@@ -463,7 +465,12 @@ class _translated:
 def late_text(name: str, last: str | None, what: str) -> str:
     """The message of a request that came after its value had passed."""
     after = f", after {last}" if last else ""
-    fix = f"{what.capitalize()} {name} before {last}" if last else f"Move the {what} of {name} up"
+    fix = (
+        f"{what.capitalize()} {name} before {last}"
+        if last
+        else f"Move the {what} of {name} up, or, where this invoke waits at a barrier, let the other one "
+        f"reach it sooner"
+    )
     return (
         f"the {what} of {name} comes too late{after}: the forward has already passed it.\n"
         f"{fix}; inside a trace values come in forward order."

@@ -144,7 +144,7 @@ class StandardizedTransformer(Root, TransformersModel):
         """The `k` likeliest tokens at each position. See `gemloupe.lens.top_tokens`."""
         return lens.top_tokens(self, hidden_or_logits, k)
 
-    def skip_layers(self, start: int, end: int) -> steering.Edited:
+    def skip_layers(self, start: int, end: int | None = None) -> steering.Edited:
         """Silence blocks `start` to `end`, both included. See `gemloupe.steering.skip_layers`."""
         return steering.skip_layers(self, start, end)
 

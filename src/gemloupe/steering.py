@@ -99,8 +99,8 @@ def steer(
     return report
 
 
-def skip_layers(model: Any, start: int, end: int) -> Edited:
-    """Silence blocks `start` to `end`, both included: each hands on the stream it received.
+def skip_layers(model: Any, start: int, end: int | None = None) -> Edited:
+    """Silence blocks `start` to `end`, both included, or `start` alone: each hands on the stream it received.
 
     A silenced block still runs, so it still lends its keys and values and still fills the cache; only
     the stream passes it by. Inside `for step in tracer.iter[...]` it silences that step alone.
@@ -109,7 +109,8 @@ def skip_layers(model: Any, start: int, end: int) -> Edited:
     OutOfOrder, for a block that has passed.
     """
     parent = caller(model, "skip_layers")
-    first, last = (*_blocks(model, start, "skip_layers"), *_blocks(model, end, "skip_layers"))
+    (first,) = _blocks(model, start, "skip_layers")
+    (last,) = (first,) if end is None else _blocks(model, end, "skip_layers")
     if first > last:
         raise BadArgument(
             f"skip_layers: from block {first} to block {last} there is none; give the lower first."
@@ -133,10 +134,12 @@ def skip_layers(model: Any, start: int, end: int) -> Edited:
 
 def _blocks(model: Any, layers: int | Iterable[int], verb: str) -> tuple[int, ...]:
     """Block numbers, ascending, negative ones counted from the end."""
-    given = [layers] if isinstance(layers, int) else list(layers)
+    given = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else [layers]
     total = model.num_layers
     for layer in given:
-        if not isinstance(layer, int) or isinstance(layer, bool) or not -total <= layer < total:
+        if not isinstance(layer, int) or isinstance(layer, bool):
+            raise BadArgument(f"{verb}: a layer is a whole number, not {layer!r}.")
+        if not -total <= layer < total:
             raise BadArgument(
                 f"{verb}: layer {layer!r} does not exist; the model has {total} blocks, 0 to {total - 1}."
             )

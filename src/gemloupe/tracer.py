@@ -13,6 +13,8 @@ from types import CodeType
 from typing import Any
 
 from greenlet import getcurrent
+from nnsight.intervention.barrier import Barrier
+from nnsight.intervention.interleaver import Mediator
 from nnsight.intervention.iterator import Iterations
 from nnsight.intervention.tracer import InterleavingTracer
 
@@ -41,6 +43,18 @@ class Steps(Iterations):
             state.step = before
 
 
+class Meeting(Barrier):
+    """A barrier at which what a worker edited goes back before it waits.
+
+    nnsight keeps a write-back until the worker's next request; a worker that waits at a barrier makes its
+    next one when the forward has moved on.
+    """
+
+    def __call__(self) -> None:
+        Mediator.current("tracer.barrier()").flush()
+        super().__call__()
+
+
 class StandardTracer(InterleavingTracer):
     """nnsight's tracer, whose loops tell the ledger their step.
 
@@ -55,6 +69,10 @@ class StandardTracer(InterleavingTracer):
         envoy: Any = self.envoy
         envoy.interleaver.full_prefill = self.full_prefill
         super().execute(code)
+
+    def barrier(self, n: int) -> Meeting:
+        """A meeting point for `n` of this trace's invokes, each of which calls it."""
+        return Meeting(n)
 
     @property
     def iter(self) -> Steps:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gemloupe.errors import OutOfOrder
 from gemloupe.testing import SHAPES
-from tests.attention.values import CALL, OWN, attention, sources
+from tests.attention.values import CALL, OWN, attention, sources, with_heads
 from tests.core.models import SEED, Case, ids, padded
 
 NEW = 4
@@ -185,6 +185,39 @@ def test_a_late_read_in_a_loop_never_binds_the_next_step(name, step):
                 model.layers[7].layer_output
                 if i == step:
                     getattr(attention(model, 3), name)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("several", [False, True], ids=["one", "two rows"])
+def test_patterns_of_every_step_follow_from_its_keys_and_make_its_heads(kernel, cache, several):
+    """Under the masks that `generate` makes: a window that has moved, empty slots, padded rows."""
+    case = Case("e2b", attention=kernel)
+    model = case.model()
+    prompt = batch(LONG, 5) if several else ids(LONG)
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "cache_implementation": cache}
+    found: list[dict[str, Tensor]] = []
+    with torch.no_grad():
+        with model.generate(prompt, **options) as tracer:
+            found.save()
+            for _ in tracer.iter[:NEW]:
+                for block in (3, 4, 7, 9):
+                    found.append({name: getattr(attention(model, block), name).clone() for name in CALL})
+    for i, values in enumerate(found):
+        step, block = divmod(i, 4)
+        pattern = values["attention_probabilities"]
+        heads = torch.einsum("bhqk,bhkd->bqhd", pattern, with_heads(values["attention_values"], 4))
+        real = [slice(0, None), slice(LONG - 5 if step == 0 else 0, None)][: 1 + several]
+        for row, rows in enumerate(real):
+            difference = (values["attention_head_outputs"] - heads)[row, rows]
+            assert difference.abs().max() <= 2e-6 * heads.abs().max(), (step, block)
+            assert (pattern[row, :, rows].sum(-1) - 1).abs().max() <= 1e-6
+            length = [LONG, 5][row] + step
+            seen = (pattern[row, 0, -1] > 0).sum().item()
+            assert seen == (min(6, length) if block in (0, 2) else length), (step, block, row)
+        scores = values["attention_queries"] @ with_heads(values["attention_keys"], 4).transpose(-1, -2)
+        seen = pattern > 0
+        assert (values["attention_scores"] - scores)[seen].abs().max() <= 2e-6 * scores.abs().max()
 
 
 # -- with and without the cache ------------------------------------------------------------------------

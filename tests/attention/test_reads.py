@@ -33,8 +33,14 @@ def has(host, name: str) -> bool:
     return host.root.has(f"{host.standard_path}.{name}")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("grad", ["enable_grad", "no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    ("case", "grad"),
+    [
+        *((case, grad) for case in CASES for grad in ("enable_grad", "no_grad")),
+        *((case, "inference_mode") for case in CASES if case.shape in ("e2b", "12b") and case.batched),
+    ],
+    ids=str,
+)
 def test_each_value_read_alone_in_every_block_moves_no_bit(case, grad):
     wanted = case.logits()
     for name in (*OWN, *CALL):
@@ -107,18 +113,20 @@ def test_writing_back_a_copy_of_scores_or_pattern_is_a_rounding(case, style):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.attention == "sdpa"], ids=str)
 def test_the_mix_of_an_unchanged_pattern_is_the_kernel_s(case):
+    """One block at a time, lest the roundings of one be fed to the next."""
     model = case.model()
     allowed = 2e-6 if case.dtype == torch.float32 else 6 * torch.finfo(case.dtype).eps
+    kernels: list[torch.Tensor] = []
+    logits_with(case, lambda host: kernels.append(host.attention_head_outputs.detach()))
     for name in MIXED:
-        for block in range(model.num_layers):
-            heads, kernels = [], []
-            for found, style in ((kernels, assigned), (heads, cloned)):
+        for block in range(0, model.num_layers, 3):
+            heads: list[torch.Tensor] = []
 
-                def touch(host, block=block, name=name, found=found, style=style):
-                    if host.block.index == block:
-                        style(host, name)
-                        found.append(host.attention_head_outputs.detach())
+            def touch(host, block=block, name=name, heads=heads):
+                if host.block.index == block:
+                    cloned(host, name)
+                    heads.append(host.attention_head_outputs.detach())
 
-                logits_with(case, touch)
-            for mine, kernel in zip(heads, kernels, strict=True):
+            logits_with(case, touch)
+            for mine, kernel in zip(heads, kernels[block :: model.num_layers], strict=True):
                 assert (mine - kernel).abs().max() <= allowed * kernel.abs().max(), (name, block)

@@ -412,7 +412,7 @@ def test_the_caller_s_tensor_is_a_copy_apart(shape, batched):
     """What is assigned is neither edited by the model nor read again after the assignment."""
     case = Case(shape, batched=batched)
     model, invoke = case.model(), int(batched)
-    for place in first_of_each(outside_the_call(model), BLOCKS[shape]):
+    for place in first_of_each(outside_the_call(model), BLOCKS[shape][:1]):
         given = reading(case)[invoke][place].detach() * 1.5
         before = given.clone()
 

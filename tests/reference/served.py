@@ -70,14 +70,30 @@ class Case:
 
     @cached_property
     def inputs(self) -> dict[str, Tensor]:
-        """Prompts on which no token's experts are all but a tie, which rounding would decide."""
+        """Prompts on which a model in float32 can be held to the definitions.
+
+        There is none of a token whose experts are all but a tie, or whose per-layer branch is all but
+        nothing before a norm makes it as large as any: float32 has lost its digits.
+        """
         for salt in count():
             rows = [ids(length, salt) for length in (LENGTHS if self.batched else LENGTHS[:1])]
             inputs = padded(rows)
             values = forward(self.weights.plan, self.state, inputs["input_ids"], inputs["attention_mask"])
-            if all(_gap(self.plan, values, i) > 1e-5 for i in range(self.plan.num_layers)):
+            if all(self._clear(values, index) for index in range(self.plan.num_layers)):
                 return inputs
         raise AssertionError
+
+    def _clear(self, values: dict[str, Tensor], index: int) -> bool:
+        plan, at = self.plan.blocks[index], f"layers[{index}]"
+        if plan.top_k is not None:
+            likeliest = values[f"{at}.mlp.router_probabilities"].sort(-1, descending=True).values
+            return bool(likeliest[..., : plan.top_k + 1].diff().max() < -1e-5)
+        if plan.has_per_layer_input:
+            stream = values[f"{at}.mid_stream"] + values[f"{at}.mlp.mlp_output"]
+            gate = stream @ self.weights.of_block(index)["per_layer_input_gate.weight"].double().T
+            branch = torch.nn.functional.gelu(gate) * values[f"{at}.per_layer_input"]
+            return bool(branch.abs().amax(-1).min() > 0.02)
+        return True
 
     @property
     def mask(self) -> Tensor:
@@ -94,15 +110,6 @@ class Case:
 def case(shape: str, **fields: Any) -> Case:
     """The case with these fields, one for the whole session."""
     return Case(shape, **fields)
-
-
-def _gap(plan: ModelPlan, values: dict[str, Tensor], index: int) -> float:
-    """How far apart the chosen experts' probabilities are, and the first that is not chosen."""
-    top_k = plan.blocks[index].top_k
-    if top_k is None:
-        return 1.0
-    likeliest = values[f"layers[{index}].mlp.router_probabilities"].sort(-1, descending=True).values
-    return -likeliest[..., : top_k + 1].diff().max().item()
 
 
 def layout(name: str) -> Layout:

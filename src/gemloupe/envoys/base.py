@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from nnsight.intervention.envoy import Envoy
@@ -19,6 +19,27 @@ if TYPE_CHECKING:
     from ..plan import BlockPlan, ModelPlan
 
 __all__ = ["Blocks", "Operation", "PartOfBlock", "StandardEnvoy"]
+
+
+# What other libraries and papers call our values, for the hint beside an unknown name.
+SYNONYMS: Final = {
+    "resid_pre": "layer_input",
+    "resid_mid": "mid_stream",
+    "resid_post": "layer_output",
+    "hidden_states": "layer_output",
+    "attn_out": "attention_output",
+    "mlp_out": "mlp_output",
+    "pattern": "attention_probabilities",
+    "attn_pattern": "attention_probabilities",
+    "attention_pattern": "attention_probabilities",
+    "attention_weights": "attention_probabilities",
+    "attn_weights": "attention_probabilities",
+    "attn_scores": "attention_scores",
+    "gate_logits": "router_logits",
+    "blocks": "layers",
+    "attention": "self_attn",
+    "attn": "self_attn",
+}
 
 
 @dataclass(frozen=True)
@@ -160,14 +181,29 @@ class StandardEnvoy(Envoy):
 
     def _unknown(self, name: str) -> str:
         place = self.standard_path or "the model"
-        near = get_close_matches(name, self._known_names(), n=1, cutoff=0.5)
-        hint = f" Did you mean `{near[0]}`?" if near else ""
-        return f"{place} has no `{name}`.{hint}"
+        meant = self._meant(name)
+        return f"{place} has no `{name}`." + (f" Did you mean `{meant}`?" if meant else "")
+
+    def _meant(self, name: str) -> str | None:
+        """What a user who wrote `name` here may want: it elsewhere, by another name, or nearly it."""
+        wanted = SYNONYMS.get(name, name)
+        for path, kind in self._neighbours():
+            if wanted in served_values(kind):
+                return f"{path}.{wanted}" if path else wanted
+        if wanted != name and wanted in self._known_names():
+            return wanted
+        near = get_close_matches(name, self._known_names(), n=1, cutoff=0.6)
+        return near[0] if near else None
+
+    def _neighbours(self) -> list[tuple[str, type]]:
+        """The hosts of values near this one, with the path a user writes to reach them."""
+        return [("", type(self))]
 
     def _known_names(self) -> list[str]:
         ours = [kind for kind in type(self).__mro__ if kind.__module__.startswith("gemloupe")]
-        own = [name for kind in ours for name in vars(kind) if name.islower() and not name.startswith("_")]
-        return [*own, *type(self).PARTS, *self._child_map, *self._aliases]
+        facts = [name for kind in ours for name, what in vars(kind).items() if isinstance(what, property)]
+        names = [*served_values(type(self)), *facts, *type(self).PARTS, *self._child_map, *self._aliases]
+        return [name for name in names if not name.startswith("_")]
 
     def __repr__(self) -> str:
         """nnsight's tree, without the values that are not there."""
@@ -192,6 +228,14 @@ class PartOfBlock(StandardEnvoy):
     @property
     def standard_path(self) -> str:
         return f"{self.block.standard_path}.{self.path.rpartition('.')[2]}"
+
+    def _neighbours(self) -> list[tuple[str, type]]:
+        block = self.block
+        hosts = (block, block.self_attn, block.mlp)
+        return [
+            *super()._neighbours(),
+            *((host.standard_path, type(host)) for host in hosts if host is not self),
+        ]
 
 
 class Blocks(Envoy):

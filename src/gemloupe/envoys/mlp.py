@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 import torch
 from nnsight.intervention.interleaver import Mediator
 
-from ..errors import BadArgument, OutOfOrder, OutsideTrace, Unavailable
+from ..errors import BadArgument, BadWrite, OutOfOrder, OutsideTrace, Unavailable
 from ..layouts import ExpertIndices, ExpertScores, ExpertWeights, Neurons, Residual
 from ..layouts import ExpertOutputs as ExpertOutputsLayout
 from ..ledger import running
@@ -152,6 +152,15 @@ class Mlp(BlockFacts, PartOfBlock):
 
     router_logits.back(flattened)
 
+    @router_logits.check
+    def _enough_experts(self, new: torch.Tensor) -> None:
+        left = torch.isfinite(new).sum(-1).min() if new.numel() else self.top_k
+        if int(left) < (self.top_k or 0):
+            raise BadWrite(
+                f"{self.standard_path}.router_logits: a token keeps {int(left)} experts with a finite score, "
+                f"and it is routed to {self.top_k}. Leave at least that many."
+            )
+
     @served("router.source.probabilities.output", of="block", needs=no_mixture, moment=ROUTING)
     def router_probabilities(self, value: Any) -> ExpertScores:
         """The softmax of `router_logits` over all experts, float32.
@@ -261,6 +270,10 @@ class Mlp(BlockFacts, PartOfBlock):
             or indices.dtype == torch.bool
         ):
             raise BadArgument(f"{name} takes an integer tensor [batch seq top_k].")
+        if bool((indices.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise BadArgument(
+                f"{name}: a token is sent to one expert twice; give it {self.top_k} different ones."
+            )
         experts = self.num_experts or 0
         if indices.numel() and not (int(indices.min()) >= 0 and int(indices.max()) < experts):
             raise BadArgument(

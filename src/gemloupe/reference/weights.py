@@ -80,7 +80,7 @@ class Weights:
         return BlockWeights(self, f"model.layers.{index}.")
 
     def real(self, tensor: Tensor) -> Tensor:
-        """The numbers that a tensor holds, where the weights are used: float64 (whole numbers stay), detached."""
+        """The numbers that a tensor holds, where the weights are used: float64, but for whole numbers."""
         dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
         return tensor.detach().to(self.device, dtype)
 
