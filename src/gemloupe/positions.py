@@ -6,7 +6,7 @@ stands before it, and -1 the last. In `generate` positions go on counting throug
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,9 @@ def check(positions: Positions, real: torch.Tensor | None, *, verb: str, growing
         positions = positions.flatten().tolist()
     if positions is None or isinstance(positions, slice):
         return
-    try:
-        wanted = [positions] if isinstance(positions, int) else list(positions)
-    except TypeError:
-        wanted = [positions]
+    given: Any = positions
+    many = isinstance(given, Iterable) and not isinstance(given, str)
+    wanted: list[Any] = list(given) if many else [given]
     if any(isinstance(p, bool) or not isinstance(p, int) for p in wanted):
         raise BadArgument(
             f"{verb}: positions are whole numbers, a slice, or a boolean mask, not {positions!r}."

@@ -154,10 +154,10 @@ class Mlp(BlockFacts, PartOfBlock):
 
     @router_logits.check
     def _enough_experts(self, new: torch.Tensor) -> None:
-        left = torch.isfinite(new).sum(-1).min() if new.numel() else self.top_k
-        if int(left) < (self.top_k or 0):
+        left = int(torch.isfinite(new).sum(-1).min()) if new.numel() else 0
+        if new.numel() and left < (self.top_k or 0):
             raise BadWrite(
-                f"{self.standard_path}.router_logits: a token keeps {int(left)} experts with a finite score, "
+                f"{self.standard_path}.router_logits: a token keeps {left} experts with a finite score, "
                 f"and it is routed to {self.top_k}. Leave at least that many."
             )
 
