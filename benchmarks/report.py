@@ -43,9 +43,9 @@ every pair of forwards the tensors that both sides keep are compared, bit for bi
 - **ours** and **theirs** are median wall times, for scale.
 - The rows of *a second bare module* compare two untouched modules: what they differ by is the measurement's
   own.
-- The *small* rows are taken on one thread, on a model of 12 blocks that compute next to nothing. Those without
-  a ratio show the computing time that is added to one forward: it hardly depends on the width, so a larger
-  model pays the same.
+- The *small* rows are taken on one thread, on a model of 12 blocks that compute next to nothing. Those in
+  milliseconds are the computing time that is added to one forward: it hardly depends on the width, so a
+  larger model pays the same.
 """
 
 

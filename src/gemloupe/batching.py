@@ -21,6 +21,8 @@ def is_rows_of(full: torch.Tensor, start: int, size: int, rows: torch.Tensor) ->
     """Whether `rows` is, in memory, the view `full.narrow(0, start, size)`."""
     if rows is full:
         return True
+    if rows.requires_grad != full.requires_grad:  # detached: the rows stay, their gradient does not
+        return False
     if rows.shape[1:] != full.shape[1:] or rows.shape[0] != size or rows.stride() != full.stride():
         return False
     if rows.dtype != full.dtype or rows.device != full.device or rows.layout != full.layout:

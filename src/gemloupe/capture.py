@@ -6,6 +6,7 @@ module really received, edits included.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Final
@@ -15,6 +16,7 @@ from nnsight.intervention.interleaver import EarlyStopException
 
 from . import positions as place
 from .errors import BadArgument, UnknownName
+from .generation import one_step_each
 from .layouts import Layout
 from .ledger import running
 from .paths import expand, find, is_pattern
@@ -202,6 +204,9 @@ def unequal(positions: Positions, mask: torch.Tensor) -> None:
 def joined(layout: Layout, parts: list[torch.Tensor]) -> torch.Tensor:
     """The steps of a generation as one value over all positions, as one forward over them would give it."""
     axes = layout.axes
+    sizes = [part.shape[axis] for part in parts for axis in _counted(layout)]
+    if len(sizes) > 1 and all(later == size + 1 for size, later in itertools.pairwise(sizes)):
+        return parts[-1]  # each step holds the whole text so far, as all do without a cache
     if "key" in axes and "query" in axes:
         return _joined_patterns(parts)
     if "key" in axes:
@@ -210,12 +215,15 @@ def joined(layout: Layout, parts: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat(
             [parts[0], *(part.narrow(axis, part.shape[axis] - 1, 1) for part in parts[1:])], axis
         )
-    if layout.name == "Tokens" and len(parts) > 1 and parts[1].shape[1] > 1:
-        return parts[-1]  # the mask of each step covers all before it
     for name in ("seq", "query"):
         if name in axes:
             return torch.cat(parts, layout.axis(name))
     return torch.stack(parts)
+
+
+def _counted(layout: Layout) -> list[int]:
+    """The axis that counts tokens, if the layout has one."""
+    return [layout.axis(name) for name in ("seq", "query", "key") if name in layout.axes][:1]
 
 
 def _joined_patterns(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -275,6 +283,7 @@ def collect(
     fed: dict[str, Any] = {}
 
     def task() -> None:
+        one_step_each(model, "collect", joins=True)
         finish.frame = Frame(model, caller(model, "collect"))
         fed.update(model.interleaver.encoding)
         _check(positions, finish.frame, "collect", growing=generating)
@@ -324,6 +333,7 @@ def record(
     """
     parent = caller(model, "record")
     asked, layouts = _asked(model, values)
+    one_step_each(model, "record", joins=True)
     first = model.interleaver.ledger.of(parent).step
     generating = model.interleaver.generating and first is None
     finish = Finish(positions, dtype, device, generating)

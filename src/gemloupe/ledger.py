@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from greenlet import getcurrent
@@ -30,6 +30,17 @@ def running(interleaver: Any) -> Mediator | None:
     reference = getattr(getcurrent(), "mediator", None)
     mediator = None if reference is None else reference()
     return mediator if mediator is not None and mediator.interleaver is interleaver else None
+
+
+# How many of the last tensors handed out are compared at each step; all are at the end of a run.
+RECENT: Final = 256
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a shape and no numbers, as in `scan`."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor) or tensor.device.type == "meta"
 
 
 def version(tensor: torch.Tensor) -> int | None:
@@ -52,8 +63,15 @@ def same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the two tensors are one view of one memory."""
     if one is other:
         return True
+    if one.requires_grad != other.requires_grad:  # one of them was detached
+        return False
     alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
     return alike and same_memory(one, other) and one.storage_offset() == other.storage_offset()
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose life a view shares: a slice of the view keeps it alive, and not the view."""
+    return tensor if tensor._base is None else tensor._base
 
 
 @dataclass
@@ -120,11 +138,22 @@ class Ledger:
             return
         now = version(tensor)
         if now is not None:
-            self._watched.append(Watched(weakref.ref(tensor), now, name))
+            self._watched.append(Watched(weakref.ref(_owner(tensor)), now, name))
+
+    def holds(self, tensor: torch.Tensor, name: str) -> bool:
+        """Whether this memory was handed out under a name other than `name`, and is still held."""
+        if self._trusted():
+            return False
+        recent = self._watched[-RECENT:]
+        return any(
+            entry.name != name and (other := entry.tensor()) is not None and same_memory(other, tensor)
+            for entry in recent
+        )
 
     def changed(self, tensor: Any) -> bool:
         """Whether a tensor was edited in place since it was handed out."""
-        return any(known is tensor and entry.version != version(known) for known, entry in self._alive())
+        owner = _owner(tensor)
+        return any(known is owner and entry.version != version(known) for known, entry in self._alive(RECENT))
 
     def settle(self, *tensors: Any) -> bool:
         """End the moment of `tensors`: accept what was done to them, and say whether anything was.
@@ -141,9 +170,12 @@ class Ledger:
         self.check()
         return bool(edited)
 
-    def check(self) -> None:
-        """Raise `LateEdit` for the first tensor that was edited after its moment."""
-        for tensor, watched in self._alive():
+    def check(self, *, all: bool = False) -> None:
+        """Raise `LateEdit` for the first tensor that was edited after its moment.
+
+        Looks at the latest `RECENT` of them, or at `all`.
+        """
+        for tensor, watched in self._alive(0 if all else RECENT):
             if version(tensor) != watched.version and not any(same_memory(tensor, v) for v in self.waiting()):
                 self._watched = [entry for entry in self._watched if entry is not watched]
                 raise LateEdit(
@@ -156,10 +188,11 @@ class Ledger:
         mediator = running(self._owner())
         return mediator is not None and self.of(mediator).trusted
 
-    def _alive(self) -> Iterator[tuple[torch.Tensor, Watched]]:
-        alive = [(entry.tensor(), entry) for entry in self._watched]
+    def _alive(self, latest: int = 0) -> Iterator[tuple[torch.Tensor, Watched]]:
+        alive = [(entry.tensor(), entry) for entry in self._watched[-latest:]]
         if any(tensor is None for tensor, _ in alive):
-            self._watched = [entry for tensor, entry in alive if tensor is not None]
+            kept = [entry for tensor, entry in alive if tensor is not None]
+            self._watched[-latest:] = kept
         return ((tensor, entry) for tensor, entry in alive if tensor is not None)
 
 
@@ -173,6 +206,10 @@ class StandardInterleaver(Interleaver):
         """What the run's call is given: the tokens and mask that are really fed."""
         self.generating = False
         """Whether the run is a `generate`, whose text grows."""
+        self.entrance = ""
+        """The location of the model's own input, which every forward passes first."""
+        self.options: dict[str, Any] = {}
+        """The keywords the run's call was given."""
         self.full_prefill = False
         """Whether blocks that borrow keys and values are to see the whole prompt."""
 
@@ -190,11 +227,12 @@ class StandardInterleaver(Interleaver):
 
     def check_dangling_mediators(self) -> None:
         super().check_dangling_mediators()
-        self.ledger.check()
+        self.ledger.check(all=True)
 
     def cancel(self) -> None:
         super().cancel()
         # The states hold workers, whose scopes hold the model and the tensors of the run.
         self.ledger = Ledger(self)
         self.encoding = {}
+        self.options = {}
         self.generating = self.full_prefill = False

@@ -23,6 +23,10 @@ def read_config(
     know or a module without a config.
     """
     if isinstance(target, torch.nn.Module):
+        if hasattr(target, "_orig_mod"):
+            raise UnsupportedModel(
+                "a module compiled by torch.compile cannot be traced; wrap the module it was made of."
+            )
         config = getattr(target, "config", None)
         if config is None or not hasattr(config, "get_text_config"):
             raise UnsupportedModel(

@@ -24,7 +24,7 @@ from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from . import layouts
 from .errors import BadWrite, NeverRan, OutOfOrder, OutsideTrace, ReadOnly, Unavailable
 from .layouts import LAYOUTS, Layout
-from .ledger import running, same_view
+from .ledger import running, same_memory, same_view
 from .references import Reference
 
 __all__ = [
@@ -124,6 +124,10 @@ class Field:
     name: str
 
     def take(self, raw: Any) -> Any:
+        if isinstance(raw, tuple):
+            raise BadWrite(
+                f"the call was asked for a tuple, which has no `{self.name}`; leave out return_dict=False."
+            )
         return raw[self.name]
 
     def put(self, raw: Any, new: Any) -> Any:
@@ -273,9 +277,17 @@ class Served(eproperty):
     def view(self, host: Any, raw: Any) -> Any:
         """What the reader gets of what the location holds."""
         value = self.current(host, raw)
-        if self.private and isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and (self.private or self._is_held(host, value)):
             return value.clone()
         return marked(value, own=value is not self.piece.take(raw))
+
+    def _is_held(self, host: Any, value: torch.Tensor) -> bool:
+        """Whether a block of code still holds this memory under another name.
+
+        A block's input is the very tensor that the one before put out. An edit of it in place would
+        change what was read, and perhaps saved, under that name; it is served as a copy then.
+        """
+        return isinstance(self.piece, Argument) and host.interleaver.ledger.holds(value, self.path_on(host))
 
     def current(self, host: Any, raw: Any) -> Any:
         """The value as the model holds it, in its standard layout."""
@@ -292,7 +304,10 @@ class Served(eproperty):
             raise ReadOnly(f"{self.path_on(host)} cannot be edited: {self.read_only}")
         if edited and self._check is not None:
             self._check(host, view)
-        if not self.private or not (edited or getattr(view, "requires_grad", False)):
+        copied = self.private or (
+            isinstance(self.piece, Argument) and not same_memory(view, self.piece.take(raw))
+        )
+        if not copied or not (edited or getattr(view, "requires_grad", False)):
             return raw
         # A copy that carries a gradient goes back unedited too, to be on the path to the logits.
         return self._replace(host, raw, view)
@@ -389,6 +404,7 @@ class Served(eproperty):
         visit = self._visit(obj, mediator, state)
         key = (host.path, moment.name, visit)
         if state.moment != key:
+            mediator.flush()  # a write-back of the moment before may need what it captured
             state.captured.clear()
             state.moment = key
         for at in (moment.anchor, *moment.members):

@@ -9,7 +9,7 @@ from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
 
-from . import capture, lens, steering, support
+from . import capture, generation, lens, steering, support
 from .batching import StandardBatcher
 from .envoys.base import StandardEnvoy
 from .envoys.root import Root
@@ -185,7 +185,13 @@ class StandardizedTransformer(Root, TransformersModel):
         if not self.dispatched and not _faking():
             self.dispatch()
         self._instrument()
-        if kwargs.get("batcher") is None:
+        batcher = kwargs.get("batcher")
+        given = {} if batcher is None else {k: v for _, invoke in batcher.invokes for k, v in invoke.items()}
+        self.interleaver.options = {**given, **kwargs}
+        self.interleaver.entrance = self.location("input")
+        if batcher is not None and batcher.batching:
+            generation.one_row_each(self)
+        if batcher is None:
             kwargs.pop("full_prefill", None)  # an untraced call runs as transformers runs it
         elif self.interleaver.full_prefill and self._drops_prompt():
             self.interleaver.mediators.append(keep_prompt(self))

@@ -14,6 +14,7 @@ from nnsight.intervention.interleaver import Mediator
 
 from . import positions as place
 from .errors import BadArgument
+from .generation import one_step_each
 from .paths import find
 from .positions import Positions
 from .references import Reference
@@ -79,6 +80,7 @@ def steer(
         )
     if when not in get_args(When):
         raise BadArgument(f"steer: when={when!r}; choose one of {', '.join(get_args(When))}.")
+    one_step_each(model, "steer", joins=False)
     frame = Frame(model, parent)
     place.check(positions, frame.prompt, verb="steer", growing=model.interleaver.generating)
     report = kept(Edited("steer", hosts[0][1], chosen))
@@ -118,17 +120,17 @@ def skip_layers(model: Any, start: int, end: int | None = None) -> Edited:
     chosen = tuple(range(first, last + 1))
     report = kept(Edited("skip_layers", "layer_output", chosen))
     step_now = model.interleaver.ledger.of(parent).step
-    # What the first norm receives is the stream as it really entered, any edit of it included.
-    entrance = model.layers[first].location("input_layernorm.input")
 
     def task() -> None:
         for _ in steps(model, step_now):
-            (stream, *_rest), _kwargs = Mediator.value(entrance)
             for layer in chosen:
-                model.layers[layer].layer_output = stream
+                block = model.layers[layer]
+                # What the first norm receives is the stream as it really entered, any edit of it included.
+                (stream, *_rest), _kwargs = Mediator.value(block.location("input_layernorm.input"))
+                block.layer_output = stream
                 report.counts[layer] = report.counts.get(layer, 0) + stream.shape[0] * stream.shape[1]
 
-    start_beside(model, task, before=True)
+    start_beside(model, task, before=True, first=True)
     return report
 
 
@@ -191,13 +193,19 @@ class Frame:
             real = torch.ones(batch, seq, dtype=torch.bool, device=value.device)
             return place.select(positions, real) & self._wanted(when, step > 0)
         if step > 0 and seq == 1:
+            if isinstance(positions, torch.Tensor) and positions.dtype == torch.bool:
+                return torch.zeros_like(prompt[:, :1])  # a mask covers the prompt
             real = torch.ones_like(prompt[:, :1])
             start = prompt.sum(-1, keepdim=True) + step - 1
             return place.select(positions, real, start) & self._wanted(when, True)
         width = prompt.shape[1]
         masks = [self.over(value[:, :width], positions) & self._wanted(when, False)]
         # Without a cache the whole text so far runs again: each new token as in the step that brought it.
+        masked = isinstance(positions, torch.Tensor) and positions.dtype == torch.bool
         for place_ in range(width, seq):
+            if masked:
+                masks.append(torch.zeros_like(prompt[:, :1]))
+                continue
             start = prompt.sum(-1, keepdim=True) + place_ - width
             masks.append(
                 place.select(positions, torch.ones_like(prompt[:, :1]), start) & self._wanted(when, True)

@@ -12,11 +12,14 @@ from contextlib import closing
 from types import CodeType
 from typing import Any
 
+import torch
 from greenlet import getcurrent
 from nnsight.intervention.barrier import Barrier
 from nnsight.intervention.interleaver import Mediator
 from nnsight.intervention.iterator import Iterations
 from nnsight.intervention.tracer import InterleavingTracer
+
+from .errors import BadArgument
 
 __all__ = ["StandardTracer", "Steps"]
 
@@ -25,6 +28,10 @@ class Steps(Iterations):
     """`tracer.iter[...]` and `tracer.all()`: the steps of a generation, one after the other."""
 
     def __getitem__(self, key: slice | int | list[int]) -> Steps:
+        if isinstance(key, slice) and key.step not in (None, 1):
+            if key.stop is None:
+                raise BadArgument(f"tracer.iter[{key.start or 0}::{key.step}] has no end; give one.")
+            return Steps(steps=list(range(key.start or 0, key.stop, key.step)))
         chosen = super().__getitem__(key)
         return Steps(chosen.start, chosen.stop, chosen.steps)
 
@@ -39,6 +46,9 @@ class Steps(Iterations):
                 for step in steps:
                     state.step = step
                     yield step
+                    if step and mediator.iteration == step and self.stop is None and self.steps is None:
+                        # The body asked for nothing, so nothing made it wait for its step, or for the last.
+                        Mediator.value(mediator.interleaver.entrance)
         finally:
             state.step = before
 
@@ -67,6 +77,11 @@ class StandardTracer(InterleavingTracer):
 
     def execute(self, code: CodeType) -> None:
         envoy: Any = self.envoy
+        if torch.is_inference_mode_enabled():
+            raise BadArgument(
+                "a trace under torch.inference_mode() cannot tell which tensors were edited.\n"
+                "Use torch.no_grad()."
+            )
         envoy.interleaver.full_prefill = self.full_prefill
         super().execute(code)
 

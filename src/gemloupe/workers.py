@@ -61,7 +61,7 @@ def kept(result: Any) -> Any:
     return result
 
 
-def start_beside(model: Any, task: Callable[[], None], *, before: bool) -> None:
+def start_beside(model: Any, task: Callable[[], None], *, before: bool, first: bool = False) -> None:
     """Start `task` beside the calling worker.
 
     At a location both wait for, it is served `before` the caller (edits, which the caller then sees),
@@ -73,7 +73,7 @@ def start_beside(model: Any, task: Callable[[], None], *, before: bool) -> None:
     side = SideWorker(task, parent)
     interleaver.ledger.of(side).last = interleaver.ledger.of(parent).last
     mediators = interleaver.mediators
-    mediators.insert(mediators.index(parent) if before else len(mediators), side)
+    mediators.insert(0 if first else mediators.index(parent) if before else len(mediators), side)
     # The caller's waiting write-back is of this moment; it goes in before anybody else is served.
     side.start(interleaver)
     worker: Any = side.worker

@@ -7,5 +7,6 @@ import pytest
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "flex: compiles flex attention, which takes seconds a shape; `-m 'not flex'` leaves these out"
+        "markers",
+        "flex: compiles flex attention, which takes seconds a shape; `-m 'not flex'` leaves these out",
     )

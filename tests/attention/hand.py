@@ -37,8 +37,12 @@ class ByHand:
     def logits(self) -> Tensor:
         module = self.case.bare()
         home = sys.modules[type(self._attention(0)).__module__]
-        interface = home.ALL_ATTENTION_FUNCTIONS.get_interface(self.case.attention, home.eager_attention_forward)
-        functions = mock.Mock(get_interface=lambda *_: lambda *args, **kwargs: self._run(interface, *args, **kwargs))
+        interface = home.ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.case.attention, home.eager_attention_forward
+        )
+        functions = mock.Mock(
+            get_interface=lambda *_: lambda *args, **kwargs: self._run(interface, *args, **kwargs)
+        )
         with mock.patch.object(home, "ALL_ATTENTION_FUNCTIONS", functions), torch.no_grad():
             return module(**self.case.inputs).logits
 
@@ -48,7 +52,9 @@ class ByHand:
 
     def _run(self, interface: Any, module: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         block = module.layer_idx
-        edited = [self.edits.get((block, name), lambda x: x)(x) for name, x in zip(INPUTS, args, strict=False)]
+        edited = [
+            self.edits.get((block, name), lambda x: x)(x) for name, x in zip(INPUTS, args, strict=False)
+        ]
         heads, weights = interface(module, *edited, *args[len(edited) :], **kwargs)
         if {(block, "attention_scores"), (block, "attention_probabilities")} & self.edits.keys():
             heads = self._mixed(block, *edited)

@@ -74,7 +74,8 @@ def test_touched_in_a_trace_nothing_runs():
     model = Case("e2b").model()
     ran: list[int] = []
     handles = [
-        block._module.register_forward_pre_hook(lambda _m, _a, i=i: ran.append(i)) for i, block in enumerate(model.layers)
+        block._module.register_forward_pre_hook(lambda _m, _a, i=i: ran.append(i))
+        for i, block in enumerate(model.layers)
     ]
     try:
         with pytest.raises(Unavailable, match=r"layers\[7\]\.self_attn\.own_keys: .*borrows block 3's"):
@@ -128,7 +129,9 @@ def test_a_kernel_that_keeps_no_pattern_says_so(implementation, load):
 def test_an_attention_that_this_call_does_not_run_says_that(name, later):
     case = Case("31b")
     model = case.model()
-    with pytest.raises(NeverRan, match=rf"^layers\[2\]\.self_attn\.{name} was asked for, but .*did not run the module"):
+    with pytest.raises(
+        NeverRan, match=rf"^layers\[2\]\.self_attn\.{name} was asked for, but .*did not run the module"
+    ):
         with model.trace(case.prompts[0]):
             stream = model.layers[1].layer_output
             model.layers[2].skip(stream)

@@ -28,7 +28,11 @@ def state(model: Any) -> dict[Any, Any]:
     found["implementation"] = model._module.config.get_text_config()._attn_implementation
     for name, module in model._module.named_modules():
         own = vars(module)
-        hooks = {kind: list(value.values()) for kind, value in own.items() if "hooks" in kind and isinstance(value, dict)}
+        hooks = {
+            kind: list(value.values())
+            for kind, value in own.items()
+            if "hooks" in kind and isinstance(value, dict)
+        }
         found[name] = (type(module), sorted(own), own.get("forward"), hooks, module.training)
     return found
 
@@ -42,7 +46,9 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     case: Case = request.param
     model = case.model()
     block = 3
-    (wanted, *_) = (of_block(values, block) for values in reading(case))  # its first run instruments the model
+    (wanted, *_) = (
+        of_block(values, block) for values in reading(case)
+    )  # its first run instruments the model
     before = state(model)
     yield case
     assert state(model) == before
@@ -163,7 +169,10 @@ def late(model: Any) -> None:
     ("body", "error"),
     [
         (lambda model: setattr(attention(model, 3), "attention_keys", torch.zeros(2)), BadWrite),
-        (lambda model: (attention(model, 3).attention_output, attention(model, 3).attention_keys), OutOfOrder),
+        (
+            lambda model: (attention(model, 3).attention_output, attention(model, 3).attention_keys),
+            OutOfOrder,
+        ),
         (lambda model: model.steer(3, torch.zeros(7)), BadArgument),
         (lambda model: (model.record("logits"), model.collect(ids(3), "logits")), BadArgument),
         (late, LateEdit),

@@ -21,7 +21,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 
-CASES = [Case("e2b", attention="flex_attention", batched=True), Case("12b", attention="flex_attention", batched=True)]
+CASES = [
+    Case("e2b", attention="flex_attention", batched=True),
+    Case("12b", attention="flex_attention", batched=True),
+]
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -113,7 +116,10 @@ def test_an_edit_reaches_its_invoke_and_no_other(case, name, style):
 def test_zeroed_values_silence_source_and_borrowers(case):
     source = sources(case)
     lends = source[max(source)]
-    for name, silent in (("own_values", [b for b in source if source[b] == lends]), ("attention_values", [lends])):
+    for name, silent in (
+        ("own_values", [b for b in source if source[b] == lends]),
+        ("attention_values", [lends]),
+    ):
 
         def touch(host, name=name) -> None:
             if host.block.index == lends:
@@ -142,7 +148,9 @@ def test_generate_with_the_cache_is_generate_without_it():
     for cached in (True, False):
         steps: list[Tensor] = []
         with torch.no_grad():
-            with model.generate(case.prompts[0], max_new_tokens=3, do_sample=False, eos_token_id=None, use_cache=cached) as tracer:
+            with model.generate(
+                case.prompts[0], max_new_tokens=3, do_sample=False, eos_token_id=None, use_cache=cached
+            ) as tracer:
                 steps.save()
                 for _ in tracer.iter[:3]:
                     attention(model, 4).own_values[..., ::2] = 0

@@ -173,11 +173,15 @@ def test_one_chosen_step_is_that_step():
     assert shapes == [(1, 4, 1, 11), (1, 4, 1, 13)]
 
 
-@pytest.mark.parametrize("name", ["attention_queries", "attention_keys", "attention_probabilities", "own_keys"])
+@pytest.mark.parametrize(
+    "name", ["attention_queries", "attention_keys", "attention_probabilities", "own_keys"]
+)
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_late_read_in_a_loop_never_binds_the_next_step(name, step):
     model = Case("e2b").model()
-    with pytest.raises(OutOfOrder, match=rf"layers\[3\]\.self_attn\.{name} .*after layers\[7\]\.layer_output"):
+    with pytest.raises(
+        OutOfOrder, match=rf"layers\[3\]\.self_attn\.{name} .*after layers\[7\]\.layer_output"
+    ):
         with model.generate(ids(LONG), max_new_tokens=4, do_sample=False, eos_token_id=None) as tracer:
             for i in tracer.iter[:4]:
                 if i < step:
@@ -401,7 +405,9 @@ def test_nothing_but_the_last_position_of_a_borrowing_block_s_stream_reaches_the
             value = model.layers[block].layer_output
             value[:, -1] = torch.randn_like(value[:, -1])
 
-        assert torch.equal(run(case, ids(LONG), elsewhere, use_cache=cached, max_new_tokens=1)[1], plain), block
+        assert torch.equal(run(case, ids(LONG), elsewhere, use_cache=cached, max_new_tokens=1)[1], plain), (
+            block
+        )
         assert not torch.equal(run(case, ids(LONG), at_last, use_cache=cached, max_new_tokens=1)[1], plain)
 
 

@@ -108,7 +108,9 @@ def check(case: Case, block: int, name: str, values: list[Tensor], found: list[T
         along.append(torch.where(value > -1e30, step, 0) if name == "attention_scores" else step)
     size = [STEP * value[value > -1e30].norm() for value in values]
     up, down = (
-        losses_with(case, block, name, [v + sign * h * d for v, h, d in zip(values, size, along, strict=True)])
+        losses_with(
+            case, block, name, [v + sign * h * d for v, h, d in zip(values, size, along, strict=True)]
+        )
         for sign in (1, -1)
     )
     for gradient, d, h, above, below in zip(found, along, size, up, down, strict=True):
@@ -142,7 +144,12 @@ def scrambled(case: Case, name: str) -> bool:
     return case.shape != "e4b" or case.attention == "eager" or case.batched
 
 
-CASES = [wide(shape, kernel, batched) for shape in SHAPES for kernel in ("sdpa", "eager") for batched in (False, True)]
+CASES = [
+    wide(shape, kernel, batched)
+    for shape in SHAPES
+    for kernel in ("sdpa", "eager")
+    for batched in (False, True)
+]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +175,9 @@ def test_gradient_is_the_finite_difference(case, name):
         else pytest.param(
             kernel,
             name,
-            marks=pytest.mark.xfail(strict=True, reason="2026-11-29: NaN, from the softmax of a row that sees nothing"),
+            marks=pytest.mark.xfail(
+                strict=True, reason="2026-11-29: NaN, from the softmax of a row that sees nothing"
+            ),
         )
         if (kernel, name) == ("sdpa", "attention_scores")
         else (kernel, name)

@@ -36,11 +36,18 @@ def test_every_order_reads_the_same_bits(case, sixth):
                     found.save()
                     for row in rows:
                         with tracer.invoke(row):
-                            found.append(({name: getattr(attention(model, block), name) for name in order}, model.logits))
+                            found.append(
+                                (
+                                    {name: getattr(attention(model, block), name) for name in order},
+                                    model.logits,
+                                )
+                            )
             else:
                 with model.trace(rows[0]):
                     found.save()
-                    found.append(({name: getattr(attention(model, block), name) for name in order}, model.logits))
+                    found.append(
+                        ({name: getattr(attention(model, block), name) for name in order}, model.logits)
+                    )
         assert torch.equal(torch.cat([logits for _, logits in found]), case.logits()), order
         for (values, _), wanted in zip(found, reading(case), strict=True):
             for name in CALL:
@@ -61,12 +68,16 @@ def test_own_keys_and_values_come_before_the_call(own, name):
             getattr(attention(model, 3), name)
             getattr(attention(model, 3), own)
     read, fix, _ = str(error.value).replace(";", "\n").split("\n")
-    assert read.startswith(f"the read of layers[3].self_attn.{own} comes too late, after layers[3].self_attn.{name}")
+    assert read.startswith(
+        f"the read of layers[3].self_attn.{own} comes too late, after layers[3].self_attn.{name}"
+    )
     assert fix == f"Read layers[3].self_attn.{own} before layers[3].self_attn.{name}"
 
 
 @pytest.mark.parametrize("name", [*OWN, *CALL])
-@pytest.mark.parametrize("after", ["layers[3].self_attn.attention_projection", "layers[5].layer_input", "logits"])
+@pytest.mark.parametrize(
+    "after", ["layers[3].self_attn.attention_projection", "layers[5].layer_input", "logits"]
+)
 @pytest.mark.parametrize("what", ["read", "write"])
 def test_a_request_after_the_attention_is_late(name, after, what):
     model, row = model_and_row()
@@ -82,7 +93,9 @@ def test_a_request_after_the_attention_is_late(name, after, what):
                 getattr(attention(model, 3), name)
             else:
                 setattr(attention(model, 3), name, torch.zeros(1))
-    assert str(error.value).startswith(f"the {what} of layers[3].self_attn.{name} comes too late, after {after}")
+    assert str(error.value).startswith(
+        f"the {what} of layers[3].self_attn.{name} comes too late, after {after}"
+    )
 
 
 @pytest.mark.parametrize("name", CALL[:-1])
@@ -126,7 +139,9 @@ def test_an_edit_in_place_after_the_block_moved_on_is_refused(name, after, batch
                 AFTER[after](model)
                 value[:] = 0
                 model.logits
-    assert f"layers[3].self_attn.{name} was edited in place after the forward had moved on" in str(error.value)
+    assert f"layers[3].self_attn.{name} was edited in place after the forward had moved on" in str(
+        error.value
+    )
 
 
 @pytest.mark.parametrize("name", CALL)

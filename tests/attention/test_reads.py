@@ -45,7 +45,9 @@ def test_each_value_read_alone_in_every_block_moves_no_bit(case, grad):
     wanted = case.logits()
     for name in (*OWN, *CALL):
         with getattr(torch, grad)():
-            logits = logits_with(case, lambda host, name=name: getattr(host, name) if has(host, name) else None)
+            logits = logits_with(
+                case, lambda host, name=name: getattr(host, name) if has(host, name) else None
+            )
         assert torch.equal(logits, wanted), name
 
 
@@ -87,7 +89,9 @@ def test_writing_back_queries_keys_values_and_heads_moves_no_bit(case, style):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_assigning_the_very_scores_or_pattern_that_was_read_moves_no_bit(case):
     for name in MIXED:
-        assert torch.equal(logits_with(case, lambda host, name=name: assigned(host, name)), case.logits()), name
+        assert torch.equal(logits_with(case, lambda host, name=name: assigned(host, name)), case.logits()), (
+            name
+        )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

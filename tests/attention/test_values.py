@@ -42,7 +42,9 @@ def test_queries_keys_and_values_are_projected_normed_and_turned(case):
             queries = turn(queries, positions, oracle.text.rope_parameters[oracle.kinds[block]])
             close(got["attention_queries"], queries.transpose(1, 2), (block, "queries"))
             source = of_block(values, oracle.source(block))
-            wanted = oracle.keys_and_values(oracle.source(block), source["attention_input"].double(), positions)
+            wanted = oracle.keys_and_values(
+                oracle.source(block), source["attention_input"].double(), positions
+            )
             for name, one in zip(("keys", "values"), wanted, strict=True):
                 close(got[f"attention_{name}"], one.transpose(1, 2), (block, name))
 

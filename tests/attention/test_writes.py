@@ -27,7 +27,9 @@ def put(host: Any, name: str, edit: Callable[[Tensor], Tensor], style: str) -> N
         value[:] = edit(value)
 
 
-def run(case: Case, touch: Callable[[Any], None], invoke: int | None = None) -> tuple[Tensor, dict[int, Tensor]]:
+def run(
+    case: Case, touch: Callable[[Any], None], invoke: int | None = None
+) -> tuple[Tensor, dict[int, Tensor]]:
     """The logits and every block's head outputs, over all rows, of a run in which one invoke edits.
 
     `touch` is given each block's attention in turn, before its head outputs are read.
@@ -110,12 +112,17 @@ def test_a_changed_write_is_the_edit_made_by_hand(case, style):
             assert not torch.equal(wanted[real], case.logits()[real]), (block, name)
             if name not in ("attention_scores", "attention_probabilities"):
                 assert torch.equal(logits, wanted), (block, name)
-                assert all(torch.equal(heads[b], hand.heads[b].view(heads[b].shape)) for b in heads), (block, name)
+                assert all(torch.equal(heads[b], hand.heads[b].view(heads[b].shape)) for b in heads), (
+                    block,
+                    name,
+                )
                 continue
             mine, its = heads[block][real], hand.heads[block].view(heads[block].shape)[real]
             allowed = (20 if case.dtype == torch.float32 else 6) * torch.finfo(case.dtype).eps
             assert (mine - its).abs().max() <= allowed * its.abs().max(), (block, name)
-            if case.dtype == torch.float32 and case.shape != "26b-a4b":  # where an expert may change by a rounding
+            if (
+                case.dtype == torch.float32 and case.shape != "26b-a4b"
+            ):  # where an expert may change by a rounding
                 assert (logits - wanted)[real].abs().max() <= 1e-4 * wanted.abs().max(), (block, name)
 
 
@@ -245,8 +252,12 @@ def test_edited_scores_make_the_pattern_and_the_mix(case, style):
 @every_case_alone
 @every_style
 @pytest.mark.parametrize("name", ["attention_queries", "attention_keys"])
-@pytest.mark.parametrize("before", [(), ("attention_scores",), ("attention_scores", "attention_probabilities")])
-def test_scores_follow_queries_and_keys_edited_before_or_after_they_were_first_read(case, style, name, before):
+@pytest.mark.parametrize(
+    "before", [(), ("attention_scores",), ("attention_scores", "attention_probabilities")]
+)
+def test_scores_follow_queries_and_keys_edited_before_or_after_they_were_first_read(
+    case, style, name, before
+):
     model, row = case.model(), case.prompts[0]
     host = attention(model, 4)
     with torch.no_grad():

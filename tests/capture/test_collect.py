@@ -18,7 +18,9 @@ from tests.core.places import forward_order, reading
 EXPERTS = ("batched_mm",)
 CASES = [
     *every_case(wrapper=(False,), experts=EXPERTS, batched=(True,)),
-    *every_case(wrapper=(True,), attention=("sdpa",), dtypes=(torch.float32,), experts=EXPERTS, batched=(True,)),
+    *every_case(
+        wrapper=(True,), attention=("sdpa",), dtypes=(torch.float32,), experts=EXPERTS, batched=(True,)
+    ),
     Case("e2b"),
     Case("12b", attention="eager"),
 ]
@@ -26,7 +28,11 @@ CASES = [
 
 def batch(case: Case) -> Any:
     """The case's prompts as one input, padded on the left."""
-    return {name: case.inputs[name] for name in ("input_ids", "attention_mask")} if case.batched else case.prompts[0]
+    return (
+        {name: case.inputs[name] for name in ("input_ids", "attention_mask")}
+        if case.batched
+        else case.prompts[0]
+    )
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -69,7 +75,13 @@ def test_the_tokens_and_the_mask_are_the_ones_that_were_fed():
 
 @pytest.mark.parametrize(
     "inputs",
-    ["jade", ["jade", "a longer one"], [2, 30, 40, 50], [[2, 30], [2, 40, 50, 60]], {"input_ids": torch.tensor([[2, 9]])}],
+    [
+        "jade",
+        ["jade", "a longer one"],
+        [2, 30, 40, 50],
+        [[2, 30], [2, 40, 50, 60]],
+        {"input_ids": torch.tensor([[2, 9]])},
+    ],
     ids=["text", "texts", "ids", "rows of ids", "encoding"],
 )
 def test_inputs_are_what_a_trace_takes(inputs):
@@ -140,7 +152,9 @@ def test_what_was_not_asked_for_is_not_there():
     found = Case("e2b").model().collect(ids(5), ["layers[3:5].layer_output", "logits"])
     assert list(found) == ["layers[3:5].layer_output", "logits"]
     assert len(found) == 2
-    with pytest.raises(KeyError, match=r"layers\[5\].layer_output was not captured; layers\[3:5\].layer_output, logits were"):
+    with pytest.raises(
+        KeyError, match=r"layers\[5\].layer_output was not captured; layers\[3:5\].layer_output, logits were"
+    ):
         found["layers[5].layer_output"]
     assert found["layers[4].layer_output"].shape == (1, 5, 40)
     assert repr(found) == "Collected(layers[3:5].layer_output, logits)"
@@ -156,7 +170,11 @@ def three_rows() -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     model = Case("e2b").model()
     inputs = padded([ids(length) for length in ROWS])
     inputs.pop("position_ids")
-    names = ["layers[3].layer_output", "layers[4].self_attn.attention_probabilities", "layers[2].self_attn.own_values"]
+    names = [
+        "layers[3].layer_output",
+        "layers[4].self_attn.attention_probabilities",
+        "layers[2].self_attn.own_values",
+    ]
     whole = model.collect(inputs, [*names, "layers[9].self_attn.attention_head_outputs", "input_ids"])
     return model, inputs, dict(whole.items())
 
@@ -175,7 +193,9 @@ def test_a_position_is_a_real_token_of_each_row_and_drops_the_axis(position):
         assert torch.equal(found[name], wanted), name
 
 
-@pytest.mark.parametrize("positions", [[0, 2], [0, -1], [3], slice(0, 4), slice(-3, None), slice(1, 4, 2), (1, 2), range(3)])
+@pytest.mark.parametrize(
+    "positions", [[0, 2], [0, -1], [3], slice(0, 4), slice(-3, None), slice(1, 4, 2), (1, 2), range(3)]
+)
 def test_several_positions_keep_the_axis(positions):
     model, inputs, whole = three_rows()
     found = model.collect(inputs, list(whole), positions=positions)
@@ -187,7 +207,9 @@ def test_several_positions_keep_the_axis(positions):
         assert torch.equal(found[name], wanted), name
 
 
-@pytest.mark.xfail(strict=True, reason="2026-11-29: a list is taken for a set, so its order and its repeats are lost")
+@pytest.mark.xfail(
+    strict=True, reason="2026-11-29: a list is taken for a set, so its order and its repeats are lost"
+)
 @pytest.mark.parametrize("positions", [[2, 0], [-1, 0], [1, 1], torch.tensor([3, 1])])
 def test_a_list_of_positions_gives_them_in_its_order(positions):
     model, row = Case("e2b").model(), ids(10)
@@ -239,7 +261,11 @@ def test_a_few_positions_do_not_keep_the_whole_batch_alive():
 def test_edits_run_before_what_is_collected():
     case = Case("e2b", batched=True)
     model = case.model()
-    names = ["layers[4].self_attn.attention_probabilities", "layers[9].self_attn.attention_head_outputs", "logits"]
+    names = [
+        "layers[4].self_attn.attention_probabilities",
+        "layers[9].self_attn.attention_head_outputs",
+        "logits",
+    ]
     names += ["layers[4].layer_output", "layers[3].self_attn.own_keys"]
 
     def edits(model: Any) -> None:
@@ -264,7 +290,9 @@ def test_edits_run_before_what_is_collected():
     assert torch.equal(model.collect(batch(case), "logits")["logits"], case.logits())
 
 
-@pytest.mark.xfail(strict=True, reason="2026-11-29: their report is saved by nnsight's `save`, which refuses outside a block")
+@pytest.mark.xfail(
+    strict=True, reason="2026-11-29: their report is saved by nnsight's `save`, which refuses outside a block"
+)
 def test_edits_may_steer_and_skip():
     case = Case("e2b")
     model, row = case.model(), case.prompts[0]
@@ -274,7 +302,9 @@ def test_edits_may_steer_and_skip():
         reports.append(model.steer(2, torch.ones(40), positions=[0, -1]))
         reports.append(model.skip_layers(5, 6))
 
-    found = model.collect(row, ["layers[6].layer_output", "layers[4].layer_output", "layers[2].layer_output"], edits=edits)
+    found = model.collect(
+        row, ["layers[6].layer_output", "layers[4].layer_output", "layers[2].layer_output"], edits=edits
+    )
     assert torch.equal(found["layers[6].layer_output"], found["layers[4].layer_output"])
     plain = model.collect(row, "layers[2].layer_output")["layers[2].layer_output"]
     moved = (found["layers[2].layer_output"] != plain).any(-1)[0]
@@ -299,7 +329,9 @@ class Ran:
                         lambda _m, _a, i=i, name=name: self.parts.append(f"{name} {i}")
                     )
                 )
-        self.handles.append(model._module.lm_head.register_forward_pre_hook(lambda _m, _a: self.parts.append("head")))
+        self.handles.append(
+            model._module.lm_head.register_forward_pre_hook(lambda _m, _a: self.parts.append("head"))
+        )
 
     def __enter__(self) -> Ran:
         return self
@@ -361,7 +393,10 @@ BARE = "2026-11-29: the error is Python's or torch's own"
         ("layers[20:].layer_output", {}, UnknownName, ["names no block", "10, 0 to 9"]),
         ("layers[3", {}, UnknownName, ["is no path"]),
         pytest.param(
-            "norm[*].output", {}, UnknownName, ["norm is not a list of blocks"],
+            "norm[*].output",
+            {},
+            UnknownName,
+            ["norm is not a list of blocks"],
             marks=pytest.mark.xfail(strict=True, reason=BARE),
         ),
         ("layers[7].self_attn.own_keys", {}, Unavailable, ["borrows block 3's"]),
@@ -372,12 +407,22 @@ BARE = "2026-11-29: the error is Python's or torch's own"
         ("logits", {"positions": [0, -14]}, BadArgument, ["position -14 is past the sequence"]),
         ("logits", {"positions": True}, BadArgument, ["positions are whole numbers"]),
         ("logits", {"positions": ["x"]}, BadArgument, ["positions are whole numbers"]),
-        ("logits", {"positions": torch.ones(1, 4, dtype=torch.bool)}, BadArgument, ["covers 4 columns, the batch has 13"]),
+        (
+            "logits",
+            {"positions": torch.ones(1, 4, dtype=torch.bool)},
+            BadArgument,
+            ["covers 4 columns, the batch has 13"],
+        ),
         pytest.param(
-            "logits", {"positions": torch.ones(3, 13, dtype=torch.bool)}, BadArgument, ["3"],
+            "logits",
+            {"positions": torch.ones(3, 13, dtype=torch.bool)},
+            BadArgument,
+            ["3"],
             marks=pytest.mark.xfail(strict=True, reason=BARE),
         ),
-        pytest.param("logits", {"positions": 1.5}, BadArgument, [], marks=pytest.mark.xfail(strict=True, reason=BARE)),
+        pytest.param(
+            "logits", {"positions": 1.5}, BadArgument, [], marks=pytest.mark.xfail(strict=True, reason=BARE)
+        ),
         pytest.param(3, {}, BadArgument, [], marks=pytest.mark.xfail(strict=True, reason=BARE)),
     ],
 )
@@ -426,7 +471,9 @@ def test_collect_is_refused_inside_a_trace():
 def activations() -> int:
     """Live tensors that have the shape of something computed."""
     gc.collect()
-    tensors = [found for found in gc.get_objects() if type(found) is Tensor]  # `isinstance` wakes torch's lazy modules
+    tensors = [
+        found for found in gc.get_objects() if type(found) is Tensor
+    ]  # `isinstance` wakes torch's lazy modules
     return sum(tensor.dim() > 2 and 29 in tensor.shape[1:] for tensor in tensors)
 
 

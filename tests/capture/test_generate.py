@@ -92,7 +92,9 @@ def test_the_tokens_are_those_that_were_fed():
 def test_patterns_of_a_sliding_block_have_every_key_in_its_place():
     """A query sees the last six keys, wherever the cache keeps them."""
     model = Case("e2b").model()
-    found = model.collect(ids(LONG), ["layers[7].self_attn.attention_probabilities"], generate={"max_new_tokens": 6, **GREEDY})
+    found = model.collect(
+        ids(LONG), ["layers[7].self_attn.attention_probabilities"], generate={"max_new_tokens": 6, **GREEDY}
+    )
     pattern = found["layers[7].self_attn.attention_probabilities"]
     assert pattern.shape == (1, 4, 15, 15)
     place = torch.arange(15)
@@ -167,11 +169,15 @@ def test_positions_of_a_padded_row_count_its_own_tokens():
 
 
 @pytest.mark.xfail(strict=True, reason="2026-11-29: the error is torch's own, when the result is looked at")
-@pytest.mark.parametrize("positions", [12, [0, 12], torch.ones(1, 10, dtype=torch.bool)], ids=["one", "list", "mask"])
+@pytest.mark.parametrize(
+    "positions", [12, [0, 12], torch.ones(1, 10, dtype=torch.bool)], ids=["one", "list", "mask"]
+)
 def test_a_position_past_the_last_step_is_refused(positions):
     model = Case("e2b").model()
     with pytest.raises(BadArgument):
-        found = model.collect(ids(LONG), "logits", positions=positions, generate={"max_new_tokens": 3, **GREEDY})
+        found = model.collect(
+            ids(LONG), "logits", positions=positions, generate={"max_new_tokens": 3, **GREEDY}
+        )
         found["logits"]
 
 
@@ -206,8 +212,12 @@ def test_without_a_cache_every_step_is_the_whole_text():
     assert (found - cached).abs().max() <= 1e-4
 
 
-@pytest.mark.xfail(strict=True, reason="2026-11-29: a static cache's empty slots are taken for keys of the first step")
-@pytest.mark.parametrize("name", ["attention_probabilities", "attention_scores", "attention_keys", "attention_values"])
+@pytest.mark.xfail(
+    strict=True, reason="2026-11-29: a static cache's empty slots are taken for keys of the first step"
+)
+@pytest.mark.parametrize(
+    "name", ["attention_probabilities", "attention_scores", "attention_keys", "attention_values"]
+)
 def test_with_a_static_cache_keys_are_in_the_same_places(name):
     model = Case("e2b").model()
     path = f"layers[9].self_attn.{name}"  # a full block: a sliding one has no more slots than its window

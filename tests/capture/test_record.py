@@ -39,7 +39,9 @@ def test_everything_is_recorded_and_the_block_reads_on_in_its_order(shape, kerne
         assert not record[str(place)].requires_grad
 
 
-@pytest.mark.parametrize("case", [Case("e2b", batched=True), Case("26b-a4b", experts="batched_mm", batched=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("e2b", batched=True), Case("26b-a4b", experts="batched_mm", batched=True)], ids=str
+)
 def test_in_an_invoke_it_is_that_invoke_s_rows(case):
     model = case.model()
     places = forward_order(model)
@@ -70,8 +72,12 @@ def test_positions_are_those_of_the_invoke_s_own_text():
         records.save()
         for row in case.prompts:
             with tracer.invoke(row):
-                records.append([model.record("layers[3].layer_output", positions=p) for p in (0, 2, -1, [0, 2])])
-    whole = model.collect({k: case.inputs[k] for k in ("input_ids", "attention_mask")}, "layers[3].layer_output")
+                records.append(
+                    [model.record("layers[3].layer_output", positions=p) for p in (0, 2, -1, [0, 2])]
+                )
+    whole = model.collect(
+        {k: case.inputs[k] for k in ("input_ids", "attention_mask")}, "layers[3].layer_output"
+    )
     for row, length, found in zip(whole["layers[3].layer_output"], LENGTHS, records, strict=True):
         tokens = row[-length:]
         for record, wanted in zip(found, (tokens[0], tokens[2], tokens[-1], tokens[[0, 2]]), strict=True):
@@ -85,9 +91,13 @@ EDITS = {
     "layers[4].self_attn.attention_keys": lambda model: model.layers[4].self_attn.attention_keys,
     "layers[4].self_attn.attention_queries": lambda model: model.layers[4].self_attn.attention_queries,
     "layers[4].self_attn.attention_values": lambda model: model.layers[4].self_attn.attention_values,
-    "layers[4].self_attn.attention_probabilities": lambda model: model.layers[4].self_attn.attention_probabilities,
+    "layers[4].self_attn.attention_probabilities": lambda model: (
+        model.layers[4].self_attn.attention_probabilities
+    ),
     "layers[4].self_attn.attention_scores": lambda model: model.layers[4].self_attn.attention_scores,
-    "layers[4].self_attn.attention_head_outputs": lambda model: model.layers[4].self_attn.attention_head_outputs,
+    "layers[4].self_attn.attention_head_outputs": lambda model: (
+        model.layers[4].self_attn.attention_head_outputs
+    ),
     "layers[4].mlp.mlp_neurons": lambda model: model.layers[4].mlp.mlp_neurons,
     "logits": lambda model: model.logits,
 }
@@ -188,7 +198,9 @@ def test_several_records_are_apart():
 
 def test_what_has_passed_is_too_late():
     model, row = Case("e2b").model(), ids(13)
-    with pytest.raises(OutOfOrder, match=r"layers\[0\]\.layer_output .*too late, after layers\[5\]\.layer_output"):
+    with pytest.raises(
+        OutOfOrder, match=r"layers\[0\]\.layer_output .*too late, after layers\[5\]\.layer_output"
+    ):
         with model.trace(row):
             model.layers[5].layer_output
             model.record("layers.*.layer_output")
@@ -223,7 +235,11 @@ def test_outside_a_trace_it_says_where_it_works():
 # -- generate ------------------------------------------------------------------------------------------
 
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-NAMES = ["layers.*.layer_output", "layers[9].self_attn.attention_probabilities", "layers[7].self_attn.attention_scores"]
+NAMES = [
+    "layers.*.layer_output",
+    "layers[9].self_attn.attention_probabilities",
+    "layers[7].self_attn.attention_scores",
+]
 
 
 def test_in_generate_it_joins_all_steps():

@@ -317,6 +317,13 @@ def test_portable_code_can_ask_inside_a_trace():
         ("layers[2].mlp", "mlp_ouput", "mlp_output"),
         ("layers[2].mlp", "router_logit", "router_logits"),
         ("layers[2].self_attn", "attention_ouput", "attention_output"),
+        # Where it is somewhere else, or is known elsewhere by another name.
+        ("layers[2]", "mlp_output", "layers[2].mlp.mlp_output"),
+        ("layers[2]", "attention_output", "layers[2].self_attn.attention_output"),
+        ("layers[2].mlp", "mid_stream", "layers[2].mid_stream"),
+        ("layers[2]", "resid_mid", "mid_stream"),
+        ("layers[2].mlp", "mlp_out", "mlp_output"),
+        ("", "blocks", "layers"),
     ],
 )
 def test_an_unknown_name_suggests_the_nearest(where, name, nearest):

@@ -95,15 +95,19 @@ USES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+WRITES = {"set", "+=", "*="}
+
+
 @pytest.mark.parametrize("name", USES)
 def test_used_as_a_tensor_it_says_where_it_can_be_read(name):
+    """Or written, where the use was a write."""
     with pytest.raises(OutsideTrace) as refused:
         USES[name](reference())
     text = str(refused.value)
+    path = "model.layers[3].mlp.mlp_output"
+    line = f"{path}[:] = ..." if name in WRITES else f"value = {path}.save()"
     assert "outside a trace `layers[3].mlp.mlp_output` is a reference, not a tensor" in text
-    assert text.endswith(
-        "    with model.trace(prompt):\n        value = model.layers[3].mlp.mlp_output.save()"
-    )
+    assert f"    with model.trace(prompt):\n        {line}\n" in text
 
 
 def test_it_can_be_copied_compared_and_probed_like_any_object():
@@ -144,16 +148,15 @@ def test_a_value_inside_a_backward_block_says_when_to_read_it():
     model._module.zero_grad(set_to_none=True)
 
 
-def test_another_model_s_value_is_a_reference_inside_a_trace():
+def test_another_model_s_value_cannot_be_touched_inside_a_trace():
+    """Neither a tensor nor, in a block that means to read tensors, a reference."""
     one, other = Case("e2b").model(), Case("31b").model()
-    seen = []
-    with one.trace(ids(4)):
-        one.layers[0].layer_output.save()
-        seen.append(other.layers[0].layer_output)
-    assert isinstance(seen[0], Reference)
-    with pytest.raises(OutsideTrace, match="no forward is running"):
-        with one.trace(ids(4)):
-            other.layers[0].layer_output = torch.zeros(1)
+    place = Place("layer_output", 0)
+    for touch in (place.read, lambda model: place.write(model, torch.zeros(1))):
+        with pytest.raises(OutsideTrace, match="another model's trace"):
+            with one.trace(ids(4)):
+                one.layers[0].layer_output.save()
+                touch(other)
 
 
 def test_inside_a_trace_a_name_is_the_tensor():

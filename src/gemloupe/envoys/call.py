@@ -191,7 +191,11 @@ class AttentionCall:
     @property
     def mixes(self) -> bool:
         """Whether scores or pattern were served, so that the call's output may have to follow them."""
-        return "scores" in self.held or "pattern" in self.held
+        return (
+            "scores" in self.held
+            or "pattern" in self.held
+            or ("values" in self.held and bool(self.inherited))
+        )
 
     def back(self, descriptor: Served) -> WriteBack:
         """The write-back nnsight performs when the worker moves on."""
@@ -205,12 +209,21 @@ class AttentionCall:
         self._outdated()
         edited = {role for role in self.held if self._edited(role)}
         self.host.interleaver.ledger.settle(*self.held.values())
+        if self.inherited and edited & {"queries", "keys"}:
+            raise OutOfOrder(
+                f"{self._name('attention_queries')} or attention_keys was edited after an earlier block "
+                f"of code (an edit of the model, or another invoke) fixed the scores or the pattern."
+            )
         args = self._arguments(edited)
         if not self.mixes:
             return self.raw if args is self.args else (args, self.kwargs)
         if args is not self.args:
             self._at("input", Event.SWAP, (args, self.kwargs))
         follows = edited & {"scores", "pattern"}
+        if self.inherited and "values" in edited and not follows:
+            follows = {"values"}  # what an earlier worker made of the pattern, over these values
+            self.get("pattern")
+            edited = edited | {"pattern"}
         if follows:
             self.mixed = {"pattern": self._pattern(edited)}
             if "scores" in self.held and "pattern" not in edited:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..ledger import is_fake
+
 __all__ = ["Mask", "heads_of", "pattern_from", "pattern_of", "read_mask", "scores_of"]
 
 
@@ -68,7 +70,7 @@ def pattern_of(scores: torch.Tensor) -> torch.Tensor:
     A row that sees nothing (padding under a fused kernel) is zero, as the kernel leaves it.
     """
     blind = scores.detach().amax(-1, keepdim=True) == -torch.inf
-    if not bool(blind.any()):
+    if is_fake(scores) or not bool(blind.any()):
         return torch.softmax(scores, dim=-1, dtype=torch.float32).to(scores.dtype)
     # Filled before the softmax too, whose gradient would not be a number there.
     pattern = torch.softmax(scores.masked_fill(blind, 0.0), dim=-1, dtype=torch.float32)
@@ -86,7 +88,7 @@ def pattern_from(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask
     group = heads // keys.shape[1]
     pattern = queries.new_empty(batch, heads, length, keys.shape[-2])
     blind = None if mask.visible is None else ~mask.visible.any(-1, keepdim=True)
-    if blind is not None and not bool(blind.any()):
+    if blind is not None and (is_fake(blind) or not bool(blind.any())):
         blind = None
     for head in range(heads):
         scores = queries[:, head].matmul(keys[:, head // group].transpose(-1, -2))

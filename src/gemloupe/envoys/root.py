@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
 from ..layouts import Distribution, Logits, PerLayerInputs, Residual, Tokens
+from ..ledger import is_fake, running
 from ..served import Field, Keyword, TokenMask, served
 from .absence import no_audio, no_per_layer_inputs, no_vision
 from .base import StandardEnvoy
@@ -112,4 +115,18 @@ class Root(StandardEnvoy):
 
         Layout: [batch vocab]. Read only.
         """
-        return value[:, -1].float().softmax(-1)
+        return _last_real(self, value).float().softmax(-1)
+
+
+def _last_real(host: Any, logits: torch.Tensor) -> torch.Tensor:
+    """The logits at each row's last real token, `[batch vocab]`: the last column but for right padding."""
+    mediator = running(host.interleaver)
+    mask = host.interleaver.encoding.get("attention_mask")
+    if mediator is None or not isinstance(mask, torch.Tensor) or mask.shape[-1:] != logits.shape[1:2]:
+        return logits[:, -1]
+    group = mediator.batch_group
+    mask = mask if group is None else mask[group[0] : group[0] + group[1]]
+    if mask.dim() != 2 or mask.shape[0] != logits.shape[0] or is_fake(mask) or bool(mask[:, -1].all()):
+        return logits[:, -1]
+    last = mask.shape[1] - 1 - mask.flip(-1).to(torch.int64).argmax(-1)
+    return logits[torch.arange(len(last), device=logits.device), last.to(logits.device)]

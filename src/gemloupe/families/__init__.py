@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any
 
 from ..errors import UnsupportedModel
@@ -52,8 +51,8 @@ def family(model_type: str) -> Family:
     module = import_module(_MODULES[model_type])
     return Family(
         model_type,
-        rename=MappingProxyType(module.RENAME),
-        envoys=MappingProxyType(module.ENVOYS),
+        rename=dict(module.RENAME),
+        envoys=dict(module.ENVOYS),
         plan=getattr(module, "plan", plan),
     )
 
