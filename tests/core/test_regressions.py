@@ -137,7 +137,7 @@ def test_a_loop_honours_its_step_and_waits_for_it(model):
             model.layers[0].layer_output
             seen.append(step)
     assert seen == [0, 2, 4]
-    with pytest.warns(UserWarning, match="never reached"):
+    with pytest.warns(UserWarning, match="never reached"):  # noqa: PT031
         with model.generate(ONE, max_new_tokens=4, min_new_tokens=4, do_sample=False) as tracer:
             for step in tracer.all():
                 if step == 2:

@@ -86,6 +86,19 @@ def extent(host: Any, flat: torch.Tensor) -> tuple[int, int, int]:
     return start, rows, seq
 
 
+def enough_experts(host: Any, new: torch.Tensor) -> None:
+    """Refuse router scores that leave a token fewer experts than it is routed to.
+
+    Raises: BadWrite.
+    """
+    left = int(torch.isfinite(new).sum(-1).min()) if new.numel() else 0
+    if new.numel() and left < (host.top_k or 0):
+        raise BadWrite(
+            f"{host.standard_path}.router_logits: a token keeps {left} experts with a finite score, "
+            f"and it is routed to {host.top_k}. Leave at least that many."
+        )
+
+
 class Mlp(BlockFacts, PartOfBlock):
     """`layers[i].mlp`, with the mixture's values on a mixture block."""
 
@@ -152,14 +165,7 @@ class Mlp(BlockFacts, PartOfBlock):
 
     router_logits.back(flattened)
 
-    @router_logits.check
-    def _enough_experts(self, new: torch.Tensor) -> None:
-        left = int(torch.isfinite(new).sum(-1).min()) if new.numel() else 0
-        if new.numel() and left < (self.top_k or 0):
-            raise BadWrite(
-                f"{self.standard_path}.router_logits: a token keeps {left} experts with a finite score, "
-                f"and it is routed to {self.top_k}. Leave at least that many."
-            )
+    router_logits.check(enough_experts)
 
     @served("router.source.probabilities.output", of="block", needs=no_mixture, moment=ROUTING)
     def router_probabilities(self, value: Any) -> ExpertScores:
