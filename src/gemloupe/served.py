@@ -358,7 +358,11 @@ class Served(eproperty):
             # A copy: the model may edit what it is given in place, and the caller may edit what it gave.
             value = value.clone()
         obj.interleaver.ledger.watch(value, name)
-        Mediator.swap(location, self._replace(obj, raw, value))
+        replaced = self._replace(obj, raw, value)
+        visit = self._visit(obj, mediator, state)
+        Mediator.swap(location, replaced)
+        if self.moment is not None:
+            state.captured[(location, visit)] = replaced
 
     def accept(self, host: Any, name: str, new: torch.Tensor, view: Any) -> None:
         """Refuse a write that does not fit what is there.

@@ -29,7 +29,8 @@ def test_a_borrower_says_whose_keys_and_values_to_edit(shape, load, name):
         for block in borrowers:
             host = attention(model, block)
             wanted = (
-                f"layers[{block}].self_attn.{name}: block {block} computes no {what}, it borrows block {source}'s.\n"
+                f"layers[{block}].self_attn.{name}: block {block} computes no {what}, "
+                f"it borrows block {source}'s.\n"
                 f"Edit layers[{source}].self_attn.{name} to change every borrower ({shown}),\n"
                 f"or layers[{block}].self_attn.attention_{what} to change block {block} alone."
             )

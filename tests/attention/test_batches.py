@@ -33,7 +33,7 @@ def relative(value: Tensor, wanted: Tensor) -> float:
 
 
 def lost_by_padding(case: Case, row: int) -> float:
-    """By how much of their scale the bare model's own module outputs differ between the batch and the prompt alone."""
+    """By how much of their scale the bare model's module outputs differ between the batch and one prompt."""
     module, found = case.bare(), ([], [])
     inputs = {"input_ids": case.prompts[row]}
     length = inputs["input_ids"].shape[1]

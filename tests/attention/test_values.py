@@ -1,4 +1,4 @@
-"""Each value inside the attention is what its definition says, recomputed from the weights and what precedes it."""
+"""Each value inside the attention is what its definition says, recomputed from weights and inputs."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_padded_query_attends_to_nothing_or_evenly(case):
 
 @every_case_once
 def test_head_outputs_are_the_pattern_times_the_values(case):
-    for values, mask in invokes(case):
+    for values, _mask in invokes(case):
         for block in range(case.bare().config.get_text_config().num_hidden_layers):
             got = of_block(values, block)
             pattern, mixed = got["attention_probabilities"].double(), got["attention_values"].double()

@@ -157,7 +157,7 @@ def test_what_was_not_asked_for_is_not_there():
     ):
         found["layers[5].layer_output"]
     assert found["layers[4].layer_output"].shape == (1, 5, 40)
-    assert repr(found) == "Collected(layers[3:5].layer_output, logits)"
+    assert repr(found) == "Collected(layers[3:5].layer_output: [2, 1, 5, 40], logits: [1, 5, 288])"
 
 
 # -- which positions, and how kept ---------------------------------------------------------------------
@@ -207,9 +207,6 @@ def test_several_positions_keep_the_axis(positions):
         assert torch.equal(found[name], wanted), name
 
 
-@pytest.mark.xfail(
-    strict=True, reason="2026-11-29: a list is taken for a set, so its order and its repeats are lost"
-)
 @pytest.mark.parametrize("positions", [[2, 0], [-1, 0], [1, 1], torch.tensor([3, 1])])
 def test_a_list_of_positions_gives_them_in_its_order(positions):
     model, row = Case("e2b").model(), ids(10)
@@ -290,9 +287,6 @@ def test_edits_run_before_what_is_collected():
     assert torch.equal(model.collect(batch(case), "logits")["logits"], case.logits())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="2026-11-29: their report is saved by nnsight's `save`, which refuses outside a block"
-)
 def test_edits_may_steer_and_skip():
     case = Case("e2b")
     model, row = case.model(), case.prompts[0]
@@ -378,9 +372,6 @@ def test_edits_past_the_last_value_do_not_prolong_the_forward():
 
 # -- refusals ------------------------------------------------------------------------------------------
 
-LATE = "2026-11-29: found out while the forward runs"
-BARE = "2026-11-29: the error is Python's or torch's own"
-
 
 @pytest.mark.parametrize(
     ("values", "options", "error", "pieces"),
@@ -397,7 +388,6 @@ BARE = "2026-11-29: the error is Python's or torch's own"
             {},
             UnknownName,
             ["norm is not a list of blocks"],
-            marks=pytest.mark.xfail(strict=True, reason=BARE),
         ),
         ("layers[7].self_attn.own_keys", {}, Unavailable, ["borrows block 3's"]),
         ("layers[5:].self_attn.own_keys", {}, Unavailable, ["layers[5]", "borrows block 3's"]),
@@ -418,12 +408,9 @@ BARE = "2026-11-29: the error is Python's or torch's own"
             {"positions": torch.ones(3, 13, dtype=torch.bool)},
             BadArgument,
             ["3"],
-            marks=pytest.mark.xfail(strict=True, reason=BARE),
         ),
-        pytest.param(
-            "logits", {"positions": 1.5}, BadArgument, [], marks=pytest.mark.xfail(strict=True, reason=BARE)
-        ),
-        pytest.param(3, {}, BadArgument, [], marks=pytest.mark.xfail(strict=True, reason=BARE)),
+        pytest.param("logits", {"positions": 1.5}, BadArgument, []),
+        pytest.param(3, {}, BadArgument, []),
     ],
 )
 def test_what_cannot_be_meant_is_refused_before_anything_runs(values, options, error, pieces):
@@ -436,19 +423,12 @@ def test_what_cannot_be_meant_is_refused_before_anything_runs(values, options, e
     assert torch.equal(model.collect(ids(13), "logits")["logits"], Case("e2b").logits())
 
 
-@pytest.mark.xfail(strict=True, reason=LATE)
 def test_so_are_positions_of_which_rows_have_unequally_many():
     model, inputs, _ = three_rows()
     with Ran(model) as ran:
-        with pytest.raises(BadArgument, match=r"choose \[8, 4, 7\] tokens of the rows"):
+        with pytest.raises(BadArgument, match=r"choose \[8, 4, 7\] tokens of the rows.*boolean mask"):
             model.collect(inputs, "layers[3].layer_output", positions=slice(0, 8))
     assert ran.blocks == []
-
-
-def test_unequal_positions_are_refused_though():
-    model, inputs, _ = three_rows()
-    with pytest.raises(BadArgument, match=r"choose \[8, 4, 7\] tokens of the rows.*boolean mask"):
-        model.collect(inputs, "layers[3].layer_output", positions=slice(0, 8))
 
 
 def test_collect_is_refused_inside_a_trace():

@@ -208,9 +208,6 @@ def test_a_write_to_the_routing_after_its_result_was_read_is_refused(first, name
             setattr(model.layers[1].mlp, name, value * 2)
 
 
-STALE = pytest.mark.xfail(strict=True, reason="2026-11-29: what is kept of a moment is what a write replaced")
-
-
 @pytest.mark.parametrize(
     ("name", "then"),
     [
@@ -220,7 +217,7 @@ STALE = pytest.mark.xfail(strict=True, reason="2026-11-29: what is kept of a mom
     ],
 )
 @pytest.mark.parametrize(
-    "read_first", [pytest.param(True, marks=STALE, id="read first"), pytest.param(False, id="unread")]
+    "read_first", [pytest.param(True, id="read first"), pytest.param(False, id="unread")]
 )
 def test_a_written_routing_value_is_read_again_as_written(name, then, read_first):
     case = Case("26b-a4b")

@@ -79,22 +79,29 @@ class Case:
             rows = [ids(length, salt) for length in (LENGTHS if self.batched else LENGTHS[:1])]
             inputs = padded(rows)
             values = forward(self.weights.plan, self.state, inputs["input_ids"], inputs["attention_mask"])
-            if all(self.is_clear(values, index) for index in range(self.plan.num_layers)):
+            indices = range(self.plan.num_layers)
+            if all(self.routes_clearly(values, i) and self._branches_clearly(values, i) for i in indices):
                 return inputs
         raise AssertionError
 
-    def is_clear(self, values: dict[str, Tensor], index: int) -> bool:
-        plan, at = self.plan.blocks[index], f"layers[{index}]"
-        if plan.top_k is not None:
-            likeliest = values[f"{at}.mlp.router_probabilities"].sort(-1, descending=True).values
-            return bool(likeliest[..., : plan.top_k + 1].diff().max() < -1e-5)
-        if plan.has_per_layer_input:
-            stream = values[f"{at}.mid_stream"] + values[f"{at}.mlp.mlp_output"]
-            gate = stream @ self.weights.of_block(index)["per_layer_input_gate.weight"].double().T
-            branch = torch.nn.functional.gelu(gate) * values[f"{at}.per_layer_input"]
-            real = values["attention_mask"].bool()
-            return bool(branch.abs().amax(-1)[real].min() > 0.2)  # it is 5 for a token in the middle
-        return True
+    def routes_clearly(self, values: dict[str, Tensor], index: int) -> bool:
+        """Whether rounding leaves every token's experts, and their order, as they are."""
+        if (top_k := self.plan.blocks[index].top_k) is None:
+            return True
+        probabilities = values[f"layers[{index}].mlp.router_probabilities"]
+        gaps = -probabilities.sort(-1, descending=True).values[..., : top_k + 1].diff()
+        return bool(gaps.min() > 1e-5)
+
+    def _branches_clearly(self, values: dict[str, Tensor], index: int) -> bool:
+        """Whether every token's per-layer branch is more than the rounding of what enters it."""
+        if not self.plan.blocks[index].has_per_layer_input:
+            return True
+        at = f"layers[{index}]"
+        stream = values[f"{at}.mid_stream"] + values[f"{at}.mlp.mlp_output"]
+        gate = stream @ self.weights.of_block(index)["per_layer_input_gate.weight"].double().T
+        branch = torch.nn.functional.gelu(gate) * values[f"{at}.per_layer_input"]
+        real = values["attention_mask"].bool()
+        return bool(branch.abs().amax(-1)[real].min() > 0.2)  # it is 5 for a token in the middle
 
     @property
     def mask(self) -> Tensor:

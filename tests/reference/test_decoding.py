@@ -50,6 +50,23 @@ def test_decoding_is_one_pass_in_steps(shape: str, batched: bool, split: tuple[i
     torch.testing.assert_close(last, whole["next_token_probs"], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("shape", ["12b", "31b"])
+def test_an_image_may_come_in_a_later_step(shape: str):
+    one, cache = case(shape, batched=True), Cache()
+    images = torch.full_like(one.mask, -1)
+    images[0, 1:3], images[0, 7:11], images[1, 9:12] = 0, 1, 0
+    ids = one.inputs["input_ids"]
+    whole = forward(one.config, one.state, ids, one.mask, images=images)["logits"]
+    steps = [
+        forward(one.config, one.state, ids[:, at], one.mask[:, at], images=images[:, at], cache=cache)[
+            "logits"
+        ]
+        for at in (slice(0, 6), slice(6, 12), slice(12, 13))
+    ]
+    torch.testing.assert_close(torch.cat(steps, 1), whole, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(forward(one.config, one.state, ids, one.mask)["logits"], whole)
+
+
 def test_a_cache_holds_the_keys_of_the_blocks_that_compute_them():
     one, cache = case("e2b"), Cache()
     values = forward(one.config, one.state, one.inputs["input_ids"], cache=cache)

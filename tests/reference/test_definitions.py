@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import jaxtyped
 from torch import Tensor
 
 from gemloupe.reference import ops
@@ -56,6 +58,21 @@ def test_every_operation_is_one_definition_and_says_which(name: str):
         (definition,) = [d for d, ours in (DEFINITIONS | BASE).items() if ours == name]
         assert source.startswith(f"`{definition}`")
         assert hasattr(lean, definition)
+
+
+@pytest.mark.parametrize("name", ops.__all__)
+def test_the_shapes_in_a_docstring_are_the_signatures(name: str):
+    hints = typing.get_type_hints(getattr(ops, name))
+    answer = hints.pop("return")
+    shapes = ", ".join(f"{arg} [{axes(hint)}]" for arg, hint in hints.items() if axes(hint) is not None)
+    doc = " ".join((inspect.getdoc(getattr(ops, name)) or "").split())
+    assert f"Shapes: {shapes} -> [{axes(answer)}]." in doc
+
+
+def axes(hint: Any) -> str | None:
+    """The axes of an annotation, `None` if it is no tensor's; those of the first of several."""
+    hint = next((option for option in typing.get_args(hint) if hasattr(option, "dim_str")), hint)
+    return hint.dim_str.strip() if hasattr(hint, "dim_str") else None
 
 
 def test_every_definition_is_an_operation():
@@ -151,8 +168,19 @@ def test_an_operation_is_its_definition(definition: str, data: st.DataObject):
     call = data.draw(calls(definition))
     found = ours(call)(*call.args)
     assert found.dtype == torch.float64
+    check_shapes(ours(call), call.args, found)
     expected = torch.tensor(by_definition(call), dtype=torch.float64).reshape(found.shape)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def check_shapes(operation: Callable[..., Tensor], args: tuple[Any, ...], found: Tensor) -> None:
+    hints = typing.get_type_hints(operation)
+    # In one context an axis has one size; the answer comes first, for `2*intermediate` needs to know it.
+    with jaxtyped("context"):
+        assert isinstance(found, hints.pop("return"))
+        for arg, hint in zip(args, hints.values(), strict=True):
+            if isinstance(arg, Tensor):
+                assert isinstance(arg, hint), (operation, hint, arg.shape)
 
 
 @each_definition

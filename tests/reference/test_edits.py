@@ -77,7 +77,7 @@ def check(one: Case, name: str) -> None:
     for _ in count():
         value = edited(name, one.collected[name], random)
         expected = with_given(one, {name: value})
-        if all(one.is_clear(expected, index) for index in range(one.plan.num_layers)):
+        if all(one.routes_clearly(expected, index) for index in range(one.plan.num_layers)):
             break
     found = answer(one.model, one.inputs, name, value)
     assert difference("logits", one.collected["logits"], expected["logits"], one.mask) > 1e-3, name

@@ -38,7 +38,19 @@ class InFloat64(TorchFunctionMode):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_value_is_the_definitions_to_the_last_digits(shape: str, attention: str | None, batched: bool):
     experts = "eager" if shape == "26b-a4b" else None  # grouped_mm refuses float64
-    exact = Case(shape, batched=batched, attention=attention, experts=experts)
+    check(Case(shape, batched=batched, attention=attention, experts=experts))
+
+
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_full_blocks_divide_their_frequencies_by_the_configs_factor(factor: float):
+    rotary = Case("e4b").config.to_dict()["rope_parameters"]
+    rotary["full_attention"] |= {"factor": factor, "partial_rotary_factor": 0.4}
+    other = Case("e4b", batched=True, overrides=(("rope_parameters", rotary),))
+    assert other.plan.blocks[-1].rotary.factor == factor
+    check(other)
+
+
+def check(exact: Case) -> None:
     module = exact.model._module.double()
     with InFloat64(), torch.no_grad():
         module._init_weights(module.model.rotary_emb)

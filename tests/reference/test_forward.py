@@ -114,20 +114,6 @@ def test_what_a_config_says_otherwise_is_computed_otherwise(shape: str, fields: 
     assert not too_far(other, end_to_end(other), END_TO_END)
 
 
-@pytest.mark.parametrize("factor", [0.5, 4.0])
-def test_full_blocks_divide_their_frequencies_by_the_configs_factor(factor: float):
-    rotary = case("e4b").config.to_dict()["rope_parameters"]
-    rotary["full_attention"] |= {"factor": factor, "partial_rotary_factor": 0.4}
-    other = case_with("e4b", rope_parameters=rotary)
-    assert other.plan.blocks[-1].rotary.factor == factor
-    assert not too_far(other, by_block(other), BY_BLOCK)
-
-
-def case_with(shape: str, **overrides: Any) -> Case:
-    """A case that is not kept, for overrides that cannot be a key."""
-    return Case(shape, batched=True, overrides=tuple(overrides.items()))
-
-
 @pytest.mark.parametrize("shape", ["26b-a4b", "12b", "e2b"])
 def test_the_tokens_of_an_image_see_each_other(shape: str):
     seen = case(shape, wrapper=True, batched=True)

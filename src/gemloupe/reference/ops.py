@@ -81,6 +81,7 @@ def over_the_reals(operation: Callable[Arguments, Tensor]) -> Callable[Arguments
 def sigmoid(x: Reals) -> Reals:
     """`1 / (1 + exp(-x))`, coordinate by coordinate.
 
+    Shapes: x [...] -> [...].
     Lean: `sigmoid`, which the definitions use and their base file defines.
     """
     return 1 / (1 + torch.exp(-x))
@@ -90,6 +91,7 @@ def sigmoid(x: Reals) -> Reals:
 def silu(x: Reals) -> Reals:
     """`x * sigmoid(x)`, coordinate by coordinate.
 
+    Shapes: x [...] -> [...].
     Lean: `silu`, which the definitions use and their base file defines.
     """
     return x * sigmoid(x)
@@ -99,6 +101,7 @@ def silu(x: Reals) -> Reals:
 def gelu_tanh(x: Reals) -> Reals:
     """`x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))`, coordinate by coordinate.
 
+    Shapes: x [...] -> [...].
     Lean: `geluTanh`, which the definitions use and their base file defines. Source: Hendrycks and Gimpel,
     "Gaussian Error Linear Units" (2016), section 2; transformers calls it `gelu_pytorch_tanh`.
     """
@@ -109,6 +112,7 @@ def gelu_tanh(x: Reals) -> Reals:
 def softcap(cap: float, x: Reals) -> Reals:
     """`cap * tanh(x / cap)`: almost `x` where it is small, never beyond `cap`.
 
+    Shapes: x [...] -> [...].
     Lean: `softcap`, which the definitions use and their base file defines.
     """
     return cap * torch.tanh(x / cap)
@@ -124,6 +128,7 @@ def softmax(
     """`exp(scores[l]) / sum of exp(scores[m]) over visible m` where `l` is visible, 0 elsewhere.
 
     `visible` broadcasts against the scores; all are where it is not given. A row that sees nothing is zero.
+    Shapes: scores [... key], visible [... key] -> [... key].
     Lean: `softmax`.
     """
     if visible is None:
@@ -139,6 +144,7 @@ def softmax(
 def causal(pos: Int[Tensor, "... query"], keys: int) -> Bool[Tensor, "... query key"]:
     """Whether a query at `pos` sees key `l` of `keys`: `l <= pos`.
 
+    Shapes: pos [... query] -> [... query key].
     Lean: the `visible` of `causalGQA`.
     """
     key = torch.arange(keys, device=pos.device)
@@ -148,6 +154,7 @@ def causal(pos: Int[Tensor, "... query"], keys: int) -> Bool[Tensor, "... query 
 def sliding(pos: Int[Tensor, "... query"], keys: int, window: int) -> Bool[Tensor, "... query key"]:
     """Whether a query at `pos` sees key `l` of `keys`: `l <= pos < l + window`.
 
+    Shapes: pos [... query] -> [... query key].
     Lean: the `visible` of `slidingGQA`.
     """
     key = torch.arange(keys, device=pos.device)
@@ -162,6 +169,8 @@ def gqa_logits(
 ) -> Float[Tensor, "... kv_heads group query key"]:
     """`scale * sum over e of q[s, c, g, e] * k[l, c, e]`: a key head serves the query heads of its group.
 
+    Shapes: q [... query kv_heads group head_dim], k [... key kv_heads head_dim] -> [... kv_heads group
+    query key].
     Lean: the `logit` of `causalGQA`.
     """
     return scale * torch.einsum("...scge,...lce->...cgsl", q, k)
@@ -173,6 +182,8 @@ def gqa_mix(
 ) -> Float[Tensor, "... query kv_heads group head_dim"]:
     """`sum over l of pattern[c, g, s, l] * v[l, c, d]`: the values that a query attends to, mixed.
 
+    Shapes: pattern [... kv_heads group query key], v [... key kv_heads head_dim] -> [... query kv_heads
+    group head_dim].
     Lean: the last line of `causalGQA`.
     """
     return torch.einsum("...cgsl,...lcd->...scgd", pattern, v)
@@ -189,6 +200,8 @@ def causal_gqa(
 
     `out[s, c, g] = sum over l of softmax(scale * q[s, c, g] . k[:, c])[l] * v[l, c]`; a key's place is its
     position. Query head `c * group + g` is `q[:, c, g]`.
+    Shapes: pos [... query], q [... query kv_heads group head_dim], k [... key kv_heads head_dim], v [...
+    key kv_heads head_dim] -> [... query kv_heads group head_dim].
     Lean: `causalGQA`.
     """
     visible = causal(pos, k.shape[-3])[..., None, None, :, :]
@@ -205,6 +218,8 @@ def sliding_gqa(
 ) -> Float[Tensor, "... query kv_heads group head_dim"]:
     """As `causal_gqa`, but a query at `pos` sees the keys `pos - window < l <= pos`: `window` of them.
 
+    Shapes: pos [... query], q [... query kv_heads group head_dim], k [... key kv_heads head_dim], v [...
+    key kv_heads head_dim] -> [... query kv_heads group head_dim].
     Lean: `slidingGQA`.
     """
     visible = sliding(pos, k.shape[-3], window)[..., None, None, :, :]
@@ -219,6 +234,8 @@ def decode_gqa(
 ) -> Float[Tensor, "... kv_heads group head_dim"]:
     """`causal_gqa` of one query at the last position, `key - 1`: it sees every key.
 
+    Shapes: q [... kv_heads group head_dim], k [... key kv_heads head_dim], v [... key kv_heads head_dim] ->
+    [... kv_heads group head_dim].
     Lean: `decodeGQA`.
     """
     last = torch.tensor([k.shape[-3] - 1], device=k.device)
@@ -229,6 +246,7 @@ def decode_gqa(
 def sigmoid_gate(out: Float[Tensor, "... n"], gate: Float[Tensor, "... n"]) -> Float[Tensor, "... n"]:
     """`out * sigmoid(gate)`, the output gate of gated attention; Gemma 4 has none.
 
+    Shapes: out [... n], gate [... n] -> [... n].
     Lean: `sigmoidGate`.
     """
     return out * sigmoid(gate)
@@ -241,6 +259,7 @@ def sigmoid_gate(out: Float[Tensor, "... n"], gate: Float[Tensor, "... n"]) -> F
 def linear(weight: Float[Tensor, "n k"], x: Float[Tensor, "... k"]) -> Float[Tensor, "... n"]:
     """`y[n] = sum over k of x[k] * weight[n, k]`: a bias-free `nn.Linear(k, n)`, whose weight is `[n k]`.
 
+    Shapes: weight [n k], x [... k] -> [... n].
     Lean: `linear`.
     """
     return x @ weight.T
@@ -251,6 +270,7 @@ def gate_up(
 ) -> Float[Tensor, "... 2*intermediate"]:
     """Both projections in one row, gate first: `linear(gate, x)`, then `linear(up, x)`.
 
+    Shapes: gate [intermediate k], up [intermediate k], x [... k] -> [... 2*intermediate].
     Lean: `gateUp`.
     """
     return torch.cat([linear(gate, x), linear(up, x)], -1)
@@ -260,6 +280,7 @@ def gate_up(
 def silu_mul(gate_and_up: Float[Tensor, "... 2*intermediate"]) -> Float[Tensor, "... intermediate"]:
     """`silu(gate) * up` of a row that holds both, gate first: SwiGLU; Gemma 4 has GeGLU.
 
+    Shapes: gate_and_up [... 2*intermediate] -> [... intermediate].
     Lean: `siluMul`.
     """
     gate, up = gate_and_up.chunk(2, -1)
@@ -270,6 +291,7 @@ def silu_mul(gate_and_up: Float[Tensor, "... 2*intermediate"]) -> Float[Tensor, 
 def gelu_mul(gate_and_up: Float[Tensor, "... 2*intermediate"]) -> Float[Tensor, "... intermediate"]:
     """`gelu_tanh(gate) * up` of a row that holds both, gate first: GeGLU.
 
+    Shapes: gate_and_up [... 2*intermediate] -> [... intermediate].
     Lean: `geluMul`.
     """
     gate, up = gate_and_up.chunk(2, -1)
@@ -282,6 +304,7 @@ def residual(
 ) -> Float[Tensor, "... hidden"]:
     """`x + multiplier * h`: what is added to the stream; Gemma 4's multiplier is 1.
 
+    Shapes: x [... hidden], h [... hidden] -> [... hidden].
     Lean: `residual`.
     """
     return x + multiplier * h
@@ -293,6 +316,7 @@ def embed(
     """`multiplier * table[token]`, for each token.
 
     Only the rows that are looked up become float64: a table is large.
+    Shapes: table [vocab hidden], tokens [...] -> [... hidden].
     Lean: `embed`.
     """
     return multiplier * table[tokens].double()
@@ -307,6 +331,7 @@ def lm_head(
 ) -> Float[Tensor, "... vocab"]:
     """`multiplier * linear(weight, x)`, soft-capped where there is a `cap`.
 
+    Shapes: weight [vocab hidden], x [... hidden] -> [... vocab].
     Lean: `lmHead`.
     """
     logits = multiplier * linear(weight, x)
@@ -320,6 +345,7 @@ def lm_head(
 def rms(eps: float, x: Float[Tensor, "... hidden"]) -> Reals:
     """`sqrt(mean(x**2) + eps)`, of each row.
 
+    Shapes: x [... hidden] -> [...].
     Lean: `rms`.
     """
     return torch.sqrt(x.square().mean(-1) + eps)
@@ -331,6 +357,7 @@ def rmsnorm(
 ) -> Float[Tensor, "... hidden"]:
     """`x / rms(x) * weight`. Gemma 4 multiplies by the weight; Gemma 1 to 3 are `rmsnorm_offset`.
 
+    Shapes: x [... hidden], weight [hidden] -> [... hidden].
     Lean: `rmsnorm`.
     """
     return x / rms(eps, x)[..., None] * weight
@@ -341,6 +368,7 @@ def rmsnorm_offset(
 ) -> Float[Tensor, "... hidden"]:
     """`x / rms(x) * (1 + weight)`.
 
+    Shapes: x [... hidden], weight [hidden] -> [... hidden].
     Lean: `rmsnormOffset`.
     """
     return rmsnorm(eps, x, 1 + weight.double())
@@ -350,6 +378,7 @@ def rmsnorm_offset(
 def rmsnorm_unit(eps: float, x: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
     """`x / rms(x)`, without a weight: the norm of Gemma 4's values and of its router's input.
 
+    Shapes: x [... hidden] -> [... hidden].
     Lean: `rmsnormUnit`.
     """
     return x / rms(eps, x)[..., None]
@@ -364,6 +393,7 @@ def rmsnorm_gated(
 ) -> Float[Tensor, "... hidden"]:
     """`weight * x / rms(x) * silu(gate)`, the norm of a gated delta net's output; Gemma 4 has none.
 
+    Shapes: x [... hidden], gate [... hidden], weight [hidden] -> [... hidden].
     Lean: `rmsnormGated`.
     """
     return rmsnorm(eps, x, weight) * silu(gate)
@@ -373,6 +403,7 @@ def rmsnorm_gated(
 def l2norm(eps: float, x: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
     """`x / sqrt(sum(x**2) + eps)`; Gemma 4 has none.
 
+    Shapes: x [... hidden] -> [... hidden].
     Lean: `l2norm`.
     """
     return x / torch.sqrt(x.square().sum(-1, keepdim=True) + eps)
@@ -384,6 +415,7 @@ def l2norm(eps: float, x: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hid
 def inv_freq(theta: float, denom: int, active: int, pair: Int[Tensor, " pairs"]) -> Float[Tensor, " pairs"]:
     """How far pair `i` turns per position, in radians: `theta ** (-2 * i / denom)` if `i < active`, else 0.
 
+    Shapes: pair [pairs] -> [pairs].
     Lean: `invFreq`.
     """
     return torch.where(pair < active, theta ** (-2 * pair.double() / denom), 0)
@@ -403,6 +435,7 @@ def rope(
     `(a, b)` becomes `(a * cos - b * sin, b * cos + a * sin)`. `pos` broadcasts against the rows of `x`.
     The sliding blocks of Gemma 4 turn every pair of a head; its full blocks keep the first `active` pairs'
     frequencies and leave the rest of the head as it is (proportional rotary embedding).
+    Shapes: pos [...], x [... head_dim] -> [... head_dim].
     Lean: `rope`.
     """
     half, head_dim = rot // 2, x.shape[-1]
@@ -422,6 +455,7 @@ def rope_std(
 ) -> Float[Tensor, "... head_dim"]:
     """`rope` over the first `rot` coordinates, in which every pair turns.
 
+    Shapes: pos [...], x [... head_dim] -> [... head_dim].
     Lean: `ropeStd`.
     """
     return rope(theta, rot, rot, rot // 2, pos, x)
