@@ -287,7 +287,7 @@ class Served(eproperty):
         A block's input is the very tensor that the one before put out. An edit of it in place would
         change what was read, and perhaps saved, under that name; it is served as a copy then.
         """
-        return isinstance(self.piece, Argument) and host.interleaver.ledger.holds(value, self.path_on(host))
+        return self.name == "layer_input" and host.interleaver.ledger.holds(value, self.path_on(host))
 
     def current(self, host: Any, raw: Any) -> Any:
         """The value as the model holds it, in its standard layout."""

@@ -142,9 +142,7 @@ def test_edits_are_those_of_a_block_outside_any_loop(edits):
 
 
 # Positions from the end of the text, of which the prompt alone has not so many.
-PAST_PROMPT = pytest.param(
-    -12, marks=pytest.mark.xfail(strict=True, reason="2026-11-29: refused, as if the text did not grow")
-)
+PAST_PROMPT = pytest.param(-12)
 
 
 @pytest.mark.parametrize("position", [0, 9, 10, 11, -1, PAST_PROMPT, [0, 11], slice(8, 11), slice(-2, None)])
@@ -208,9 +206,6 @@ def test_without_a_cache_every_step_is_the_whole_text():
     assert (found - cached).abs().max() <= 1e-4
 
 
-@pytest.mark.xfail(
-    strict=True, reason="2026-11-29: a static cache's empty slots are taken for keys of the first step"
-)
 @pytest.mark.parametrize(
     "name", ["attention_probabilities", "attention_scores", "attention_keys", "attention_values"]
 )

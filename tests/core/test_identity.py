@@ -56,15 +56,6 @@ def test_the_design_s_order_of_additions_holds_to_rounding(case):
 
 
 @every_case_once
-def test_the_model_s_layer_scalar_is_not_one(case):
-    """Lest the identity above hold for a scale that is never applied."""
-    assert all((block.layer_scalar != 1).all() for block in blocks(case))
-    model = case.model()
-    for i, block in enumerate(blocks(case)):
-        assert torch.equal(model.layers[i].layer_scalar, block.layer_scalar)
-
-
-@every_case_once
 def test_the_streams_of_neighbours_are_one(case):
     for values in reading(case):
         count = len(blocks(case))

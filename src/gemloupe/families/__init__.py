@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import UnsupportedModel
@@ -51,8 +52,8 @@ def family(model_type: str) -> Family:
     module = import_module(_MODULES[model_type])
     return Family(
         model_type,
-        rename=dict(module.RENAME),
-        envoys=dict(module.ENVOYS),
+        rename=MappingProxyType(module.RENAME),
+        envoys=MappingProxyType(module.ENVOYS),
         plan=getattr(module, "plan", plan),
     )
 
