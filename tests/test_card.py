@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import pytest
 from rich.console import Console
+from transformers import LlamaConfig
 
 from gemloupe.card import Card, read_card
-from gemloupe.errors import BadArgument
+from gemloupe.errors import BadArgument, LoadError, UnsupportedModel
 from gemloupe.plan import plan
 from gemloupe.testing import SHAPES, tiny, tiny_config
 from tests.test_plan import PUBLISHED, WRAPPERS
@@ -200,6 +201,20 @@ def test_nothing_is_cut_off_in_a_narrow_window():
 def config_file(folder: Path, text: str) -> str:
     (folder / "config.json").write_text(text)
     return str(folder)
+
+
+def test_a_target_that_is_wrong(tmp_path: Path):
+    with pytest.raises(LoadError, match=r"has no config\.json"):
+        read_card(str(tmp_path))
+    with pytest.raises(LoadError, match="not a valid JSON"):
+        read_card(config_file(tmp_path, "{"))
+    with pytest.raises(UnsupportedModel, match="model_type"):
+        read_card(config_file(tmp_path, "{}"))
+    with pytest.raises(UnsupportedModel, match=r"does not hold together: .*hidden_size"):
+        read_card(config_file(tmp_path, '{"model_type": "gemma4_text", "hidden_size": "wide"}'))
+    LlamaConfig().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="'llama' is not supported"):
+        read_card(str(tmp_path))
 
 
 @pytest.mark.parametrize("target", ["tiny:", "tiny:e3b", "tiny:E2B", "tiny:e2b:text", "tiny:e2b:"])

@@ -59,23 +59,44 @@ def model_and_row():
     return case.model(), case.prompts[0]
 
 
-@pytest.mark.parametrize("edited", OWN)
-@pytest.mark.parametrize("style", ["read", "assigned", "in place"])
-def test_own_keys_and_values_come_in_either_order(edited, style):
+def test_own_keys_and_values_are_read_in_either_order():
     model, row = model_and_row()
-    logits: list[Tensor] = []
+    found: dict[tuple[str, ...], list[Tensor]] = {}
     for order in (OWN, OWN[::-1]):
+        values: dict[str, Tensor] = {}
         with torch.no_grad():
             with model.trace(row):
                 for name in order:
-                    value = getattr(attention(model, 3), name)
+                    values[name] = getattr(attention(model, 3), name).save()
+                logits = model.logits.save()
+        found[order] = [values["own_keys"], values["own_values"], logits]
+    assert all(torch.equal(*pair) for pair in zip(*found.values(), strict=True))
+    assert torch.equal(logits, Case("e2b").logits())
+
+
+@pytest.mark.parametrize("style", ["assigned", "in place"])
+@pytest.mark.parametrize("edited", OWN)
+def test_an_edit_of_own_keys_comes_before_the_own_values(edited, style):
+    model, row = model_and_row()
+
+    def edit() -> Tensor:
+        with torch.no_grad():
+            with model.trace(row):
+                host = attention(model, 3)
+                for name in OWN if edited == "own_values" else OWN[::-1]:
+                    value = getattr(host, name)
                     if name == edited and style == "assigned":
-                        setattr(attention(model, 3), name, value * 0.5)
-                    elif name == edited and style == "in place":
+                        setattr(host, name, value * 0.5)
+                    elif name == edited:
                         value *= 0.5
-                logits.append(model.logits.save())
-    assert torch.equal(*logits)
-    assert torch.equal(logits[0], Case("e2b").logits()) == (style == "read")
+                logits = model.logits.save()
+        return logits
+
+    if edited == "own_values":
+        assert not torch.equal(edit(), Case("e2b").logits())
+    else:
+        with pytest.raises((OutOfOrder, LateEdit), match=r"layers\[3\]\.self_attn\.own_keys"):
+            edit()
 
 
 @pytest.mark.parametrize("name", CALL)

@@ -252,6 +252,7 @@ def test_in_generate_it_joins_all_steps():
         assert torch.equal(record[name], found[name])
 
 
+@pytest.mark.xfail(strict=True, reason="2026-11-29: the prompt alone")
 def test_in_generate_the_tokens_are_those_that_were_fed():
     model = Case("e2b").model()
     with model.generate(ids(10), **GREEDY):

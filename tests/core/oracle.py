@@ -154,6 +154,22 @@ class Oracle:
             "post_per_layer_input_norm",
         )
 
+    def blur(self, block: int, stream: Tensor, given: Tensor, eps: float) -> Tensor:
+        """How far rounding may move the per-layer branch, relative to its size, for each token.
+
+        A gate far below zero leaves next to nothing, little of which is exact: gelu adds one and a tanh of
+        nearly minus one. The norm that follows makes it as large as any other.
+        """
+        gate, down = (
+            self.of(block, f"{name}.weight") for name in ("per_layer_input_gate", "per_layer_projection")
+        )
+        scores = stream @ gate.T
+        slip = eps * (stream.abs() @ gate.abs().T)
+        spread = (gelu(scores + slip) - gelu(scores - slip)).abs() + eps * scores.abs()
+        kept = gelu(scores) * given
+        error = (spread * given.abs() + 2 * eps * kept.abs()) @ down.abs().T
+        return error.norm(dim=-1, keepdim=True) / (kept @ down.T).norm(dim=-1, keepdim=True)
+
     def vocab(self, stream: Tensor) -> Tensor:
         """The final norm and the head, before the cap."""
         return norm(stream, self.weights["norm.weight"], self.eps) @ self.weights["embed_tokens.weight"].T

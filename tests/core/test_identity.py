@@ -55,6 +55,15 @@ def test_the_design_s_order_of_additions_holds_to_rounding(case):
             assert difference <= 4 * torch.finfo(torch.float32).eps * out.abs().max(), i
 
 
+@pytest.mark.parametrize("case", every_case(dtypes=(torch.float32,), batched=(False,)), ids=str)
+def test_the_model_s_layer_scalar_is_not_one(case):
+    """Lest the identity above hold for a scale that is never applied; in bfloat16 one may round to it."""
+    model = case.model()
+    for i, block in enumerate(blocks(case)):
+        assert (block.layer_scalar != 1).all()
+        assert torch.equal(model.layers[i].layer_scalar, block.layer_scalar)
+
+
 @every_case_once
 def test_the_streams_of_neighbours_are_one(case):
     for values in reading(case):

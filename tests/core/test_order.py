@@ -347,6 +347,21 @@ def test_a_late_request_in_a_step_never_binds_the_next_step(at, what, loop):
     )
 
 
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_late_request_after_the_step_s_answer_is_refused(at):
+    """The token that was chosen comes after the forward has ended: what follows is the next step's.
+
+    Not in step 0, for which transformers' streamer is given the prompt, before the forward.
+    """
+    model = Case("e2b").model()
+    with pytest.raises(OutOfOrder, match=r"layers\[1\]\.layer_output"):
+        with model.generate(ids(5), max_new_tokens=4, do_sample=False, eos_token_id=-1) as tracer:
+            for _ in tracer.iter[at]:
+                model.logits.save()
+                model.generator.streamer.output.save()
+                model.layers[1].layer_output.save()
+
+
 def test_a_late_first_request_of_a_step_is_refused_too():
     """The step before has been passed altogether."""
     model = Case("e2b").model()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import nnsight
 import pytest
 import torch
+from torch import Tensor
 
 from gemloupe.testing import SHAPES
 from tests.core.models import Case, every_case, ids
@@ -75,8 +76,17 @@ def test_every_value_equals_its_recomputation(case):
             dtype = value.dtype
             if place.name == "expert_outputs":  # in float32 where the fused functions multiply by the weights
                 dtype = case.dtype
-            allowed = ROUNDINGS[dtype] * torch.finfo(dtype).eps * wanted.abs().max()
-            assert (value.double() - wanted).abs().max() <= allowed, place
+            eps = torch.finfo(dtype).eps
+            allowed = ROUNDINGS[dtype] * eps * torch.ones_like(wanted[..., :1])
+            if place.name == "per_layer_output":
+                given = values[place._replace(name="per_layer_input")].detach().double()
+                allowed += oracle.blur(place.block, stream_before(values, place.block), given, eps)
+            assert ((value.double() - wanted).abs() <= allowed * wanted.abs().max()).all(), place
+
+
+def stream_before(values: dict[Place, Tensor], block: int | None) -> Tensor:
+    """What the per-layer branch reads."""
+    return (values[Place("mid_stream", block)] + values[Place("mlp_output", block, "mlp")]).detach().double()
 
 
 @pytest.mark.parametrize("case", every_case(wrapper=(False,), attention=("sdpa",)), ids=str)
