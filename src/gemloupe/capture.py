@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 import torch
-from nnsight.intervention.interleaver import EarlyStopException
+from nnsight.intervention.interleaver import EarlyStopException, Mediator
 
 from . import positions as place
 from .errors import BadArgument, UnknownName
@@ -22,6 +22,7 @@ from .ledger import running
 from .paths import expand, find, is_pattern
 from .positions import Positions
 from .references import Reference
+from .served import TokenMask
 from .steering import Frame
 from .workers import SideWorker, caller, kept, start_beside, steps
 
@@ -177,6 +178,8 @@ class Finish:
         real, dropped = self.frame.real(moved)
         chosen = self.positions
         if isinstance(chosen, slice) or (isinstance(chosen, torch.Tensor) and chosen.dtype == torch.bool):
+            if isinstance(chosen, torch.Tensor) and self.generating:
+                chosen = place.fitted(chosen, real)
             mask = place.select(chosen, real, dropped)
             if not isinstance(chosen, slice):
                 return moved[mask]
@@ -286,7 +289,7 @@ def collect(
         one_step_each(model, "collect", joins=True)
         finish.frame = Frame(model, caller(model, "collect"))
         fed.update(model.interleaver.encoding)
-        _check(positions, finish.frame, "collect", growing=generating)
+        _check(finish, "collect", growing=generating)
         for _ in steps(model, None):
             _read(model, places, layouts, result)
             if not generating:
@@ -338,7 +341,7 @@ def record(
     generating = model.interleaver.generating and first is None
     finish = Finish(positions, dtype, device, generating)
     finish.frame = Frame(model, parent)
-    _check(positions, finish.frame, "record", growing=model.interleaver.generating)
+    _check(finish, "record", growing=model.interleaver.generating)
     result = kept(Collected(asked, layouts, finish))
     group = parent.batch_group
     rows = slice(None) if group is None else slice(group[0], group[0] + group[1])
@@ -351,6 +354,8 @@ def record(
 
     def task() -> None:
         for step in steps(model, first):
+            if step > 0:
+                _feed_step(model, result, step, joins=generating)
             _read(model, places, layouts, result)
             if not generating and step == (first or 0):
                 return
@@ -359,10 +364,12 @@ def record(
     return result
 
 
-def _check(positions: Positions, frame: Frame, verb: str, *, growing: bool) -> None:
-    place.check(positions, frame.prompt, verb=verb, growing=growing)
-    if isinstance(positions, slice) and frame.prompt is not None and not growing:
-        unequal(positions, place.select(positions, frame.prompt))
+def _check(finish: Finish, verb: str, *, growing: bool) -> None:
+    assert finish.frame is not None
+    positions, prompt = finish.positions, finish.frame.prompt
+    place.check(positions, prompt, verb=verb, growing=growing, whole=finish.generating)
+    if isinstance(positions, slice) and prompt is not None and not growing:
+        unequal(positions, place.select(positions, prompt))
 
 
 def _refuse_typos(kwargs: Mapping[str, Any]) -> None:
@@ -427,3 +434,27 @@ def _feed(result: Collected, encoding: Mapping[str, Any], output: torch.Tensor |
             repeated = mask.repeat_interleave(ids.shape[0] // mask.shape[0], 0)
             mask = torch.cat([repeated, mask.new_ones(ids.shape[0], new)], -1)
     result.input_ids, result.attention_mask = ids, mask
+
+
+def _feed_step(model: Any, result: Collected, step: int, *, joins: bool) -> None:
+    """Note what a later step of a generation was fed, after what the earlier ones were."""
+    mediator = running(model.interleaver)
+    assert mediator is not None
+    location = model.location("input")
+    if mediator.occurrence(location) > step:  # `record` was called amid the step, which has passed its input
+        result.input_ids = result.attention_mask = None
+        return
+    raw = Mediator.value(location)
+    before, ids = result.input_ids, raw[1].get("input_ids")
+    known = isinstance(ids, torch.Tensor) and (before is not None or not joins)
+    if not known:
+        result.input_ids = result.attention_mask = None
+        return
+    grown = joins and ids.shape[1] <= before.shape[1]  # without a cache every step is fed the whole text
+    result.input_ids = torch.cat([_repeated(before, ids), ids], -1) if grown else ids
+    result.attention_mask = TokenMask().take(raw)
+
+
+def _repeated(before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The prompt's rows as often as a generation that returns several sequences runs them."""
+    return before.repeat_interleave(ids.shape[0] // before.shape[0], 0)

@@ -29,15 +29,18 @@ def real_tokens(encoding: Any, rows: slice) -> torch.Tensor | None:
     return None
 
 
-def check(positions: Positions, real: torch.Tensor | None, *, verb: str, growing: bool) -> None:
+def check(
+    positions: Positions, real: torch.Tensor | None, *, verb: str, growing: bool, whole: bool = False
+) -> None:
     """Refuse a position that no row, or not every row, has.
 
-    `growing`: the text grows (`generate`), so a position past the prompt may come yet.
+    `growing`: the text grows (`generate`), so a position past the prompt may come yet. `whole`: positions
+    are chosen when it has grown, so they count from the end of what it will be.
     Raises: BadArgument.
     """
     if isinstance(positions, torch.Tensor):
         if positions.dtype == torch.bool:
-            if real is not None and not growing and not _broadcasts(positions, real):
+            if real is not None and not _broadcasts(positions, real, longer=whole):
                 raise BadArgument(
                     f"{verb}: the mask of positions is {tuple(positions.shape)}; it covers "
                     f"{positions.shape[-1]} columns, the batch has {real.shape[-1]}, in {real.shape[0]} rows."
@@ -58,16 +61,32 @@ def check(positions: Positions, real: torch.Tensor | None, *, verb: str, growing
     shortest = int(real.sum(-1).min())
     for position in wanted:
         past = position >= shortest and not growing
-        if past or position < -shortest:
+        before = position < -shortest and not whole
+        if past or before:
             raise BadArgument(
                 f"{verb}: position {position} is past the sequence: the shortest text has {shortest} tokens, "
                 f"0 to {shortest - 1}, or -{shortest} to -1 from its end."
             )
 
 
-def _broadcasts(mask: torch.Tensor, real: torch.Tensor) -> bool:
+def _broadcasts(mask: torch.Tensor, real: torch.Tensor, *, longer: bool) -> bool:
     rows = mask.shape[0] if mask.dim() == 2 else 1
-    return mask.dim() in (1, 2) and mask.shape[-1] == real.shape[-1] and rows in (1, real.shape[0])
+    width, wanted = mask.shape[-1] if mask.dim() else 0, real.shape[-1]
+    fits = width == wanted or (longer and width > wanted)
+    return mask.dim() in (1, 2) and fits and rows in (1, real.shape[0])
+
+
+def fitted(mask: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """A mask over a prompt, for a text that has grown: what it does not cover is not chosen.
+
+    Raises: BadArgument, where it covers more.
+    """
+    rows, width = real.shape
+    if mask.shape[-1] > width:
+        raise BadArgument(f"the mask of positions covers {mask.shape[-1]} columns; the text has {width}.")
+    mask = torch.nn.functional.pad(mask, (0, width - mask.shape[-1]))
+    # Several returned sequences repeat each row of the prompt.
+    return mask if mask.dim() == 1 else mask.repeat_interleave(rows // mask.shape[0], 0)
 
 
 def columns(positions: int | Sequence[int], real: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:

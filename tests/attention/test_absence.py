@@ -93,9 +93,9 @@ def test_touched_in_a_trace_nothing_runs():
 
 def test_a_long_list_of_borrowers_is_cut():
     model = tiny("e2b", num_hidden_layers=20, num_kv_shared_layers=12)
-    reason = model.why_not("layers[19].self_attn.own_keys")
+    reason = model.why_not("layers[19].self_attn.own_keys") or ""
     assert "borrows block" in reason
-    reason = model.why_not("layers[8].self_attn.own_values")
+    reason = model.why_not("layers[8].self_attn.own_values") or ""
     assert ", ...)" in reason
 
 
@@ -103,7 +103,8 @@ def test_a_long_list_of_borrowers_is_cut():
 @pytest.mark.parametrize("load", [False, True], ids=["text", "wrapper"])
 def test_a_kernel_that_keeps_no_pattern_says_so(implementation, load):
     model = tiny("e2b", wrapper=load)  # a throwaway: it is never run
-    text = model._module.config.get_text_config()
+    module: Any = model._module
+    text = module.config.get_text_config()
     text._attn_implementation_internal = implementation
     assert attention(model, 3)._module.config._attn_implementation == implementation
     for block in (0, 4, 9):

@@ -109,7 +109,7 @@ def test_the_fast_path_runs_borrowing_blocks_on_the_last_position_alone(shape, l
                 for block in model.layers:
                     pattern = block.self_attn.attention_probabilities
                     found.append((pattern.shape[2], block.layer_output.shape[1]))
-                found.save()
+                nnsight.save(found)
         return found
 
     blocks = range(model.num_layers)
@@ -152,7 +152,7 @@ def test_every_kind_of_loop_stands_at_its_own_step(loop):
     found: list[tuple[int, int, int, int]] = []
     with torch.no_grad():
         with model.generate(ids(LONG), max_new_tokens=3, do_sample=False, eos_token_id=None) as tracer:
-            found.save()
+            nnsight.save(found)
             kinds = {"bounded": lambda: tracer.iter[:3], "open": lambda: tracer.iter[:], "all": tracer.all}
             for step in kinds[loop]():
                 own = attention(model, 4).own_keys
@@ -166,7 +166,7 @@ def test_one_chosen_step_is_that_step():
     shapes: list[Any] = []
     with torch.no_grad():
         with model.generate(ids(LONG), max_new_tokens=4, do_sample=False, eos_token_id=None) as tracer:
-            shapes.save()
+            nnsight.save(shapes)
             for _ in tracer.iter[[1, 3]]:
                 shapes.append(tuple(attention(model, 9).attention_probabilities.shape))  # noqa: PERF401
     assert shapes == [(1, 4, 1, 11), (1, 4, 1, 13)]
@@ -202,7 +202,7 @@ def test_patterns_of_every_step_follow_from_its_keys_and_make_its_heads(kernel, 
     found: list[dict[str, Tensor]] = []
     with torch.no_grad():
         with model.generate(prompt, **options) as tracer:
-            found.save()
+            nnsight.save(found)
             for _ in tracer.iter[:NEW]:
                 for block in (3, 4, 7, 9):
                     found.append({name: getattr(attention(model, block), name).clone() for name in CALL})  # noqa: PERF401
@@ -284,7 +284,7 @@ def test_own_keys_and_values_edited_in_the_prompt_reach_later_steps(name, shape)
         found: list[Tensor] = []
         with torch.no_grad():
             with model.generate(ids(LONG), max_new_tokens=3, do_sample=False, eos_token_id=None) as tracer:
-                found.save()
+                nnsight.save(found)
                 for step in tracer.iter[:3]:
                     host = attention(model, block)
                     if step == 0:
@@ -303,7 +303,7 @@ def test_a_block_that_is_silenced_still_fills_its_cache():
     lengths: list[int] = []
     with torch.no_grad():
         with model.generate(ids(LONG), max_new_tokens=3, do_sample=False, eos_token_id=None) as tracer:
-            lengths.save()
+            nnsight.save(lengths)
             model.skip_layers(3, 8)
             for _ in tracer.iter[:3]:
                 lengths.append(attention(model, 9).attention_keys.shape[2])  # noqa: PERF401

@@ -38,7 +38,7 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
 
 
-def loss_of(logits: Tensor, length: int) -> Tensor:
+def loss_of(logits: Tensor, length: int) -> Any:
     """A weighted sum of the logits of the real tokens."""
     logits = logits[:, -length:]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED), dtype=logits.dtype)
@@ -225,6 +225,7 @@ def test_gradient_passes_through_a_write(kernel, name):
     scale = torch.tensor([0.5, 1.5, 2, 0.2], dtype=WIDE, requires_grad=True)
     loss_at(scale).backward()
     gradient = scale.grad
+    assert gradient is not None
     with torch.no_grad():
         step = 1e-6 * torch.eye(4, dtype=WIDE)[0]
         difference = (loss_at(scale + step) - loss_at(scale - step)) / 2e-6

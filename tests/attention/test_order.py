@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 
+import nnsight
 import pytest
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def test_every_order_reads_the_same_bits(case, sixth):
         with torch.no_grad():
             if case.batched:
                 with model.trace() as tracer:
-                    found.save()
+                    nnsight.save(found)
                     for row in rows:
                         with tracer.invoke(row):
                             found.append(
@@ -44,7 +45,7 @@ def test_every_order_reads_the_same_bits(case, sixth):
                             )
             else:
                 with model.trace(rows[0]):
-                    found.save()
+                    nnsight.save(found)
                     found.append(
                         ({name: getattr(attention(model, block), name) for name in order}, model.logits)
                     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import nnsight
 import pytest
 import torch
 from torch import Tensor
@@ -198,7 +199,7 @@ def test_a_private_edit_leaves_the_lent_keys_and_values_as_they_were(case, style
             put(attention(model, block), f"attention_{name}", torch.zeros_like, style)
             mine = getattr(attention(model, block), f"attention_{name}").clone().save()
             lent = [getattr(attention(model, b), f"attention_{name}").clone() for b in borrowers]
-            lent.save()
+            nnsight.save(lent)
         assert not mine.any()
         assert all(torch.equal(value, own) for value in lent)
 

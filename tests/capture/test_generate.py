@@ -141,13 +141,8 @@ def test_edits_are_those_of_a_block_outside_any_loop(edits):
     assert (found["logits"] - plain).abs().max() > 1e-2
 
 
-# Positions from the end of the text, of which the prompt alone has not so many.
-PAST_PROMPT = pytest.param(
-    -12, marks=pytest.mark.xfail(strict=True, reason="2026-11-29: refused, as if the text did not grow")
-)
-
-
-@pytest.mark.parametrize("position", [0, 9, 10, 11, -1, PAST_PROMPT, [0, 11], slice(8, 11), slice(-2, None)])
+# -12: the prompt alone has not so many.
+@pytest.mark.parametrize("position", [0, 9, 10, 11, -1, -12, [0, 11], slice(8, 11), slice(-2, None)])
 def test_positions_count_through_the_new_tokens(position):
     model = Case("e2b").model()
     names = ["layers[3].layer_output", "layers[9].self_attn.attention_probabilities"]
@@ -226,3 +221,15 @@ def test_a_mask_of_positions_covers_the_prompt():
     whole = model.collect(ids(LONG), "layers[3].layer_output", **options)["layers[3].layer_output"]
     found = model.collect(ids(LONG), "layers[3].layer_output", positions=mask, **options)
     assert torch.equal(found["layers[3].layer_output"], whole[0, [2, 9]])
+    longer = torch.cat([mask, torch.tensor([[False, True]])], -1)
+    found = model.collect(ids(LONG), "layers[3].layer_output", positions=longer, **options)
+    assert torch.equal(found["layers[3].layer_output"], whole[0, [2, 9, 11]])
+
+
+@pytest.mark.parametrize("columns", [9, 13])
+def test_a_mask_that_is_not_the_text_s_is_refused(columns):
+    model = Case("e2b").model()
+    mask = torch.ones(1, columns, dtype=torch.bool)
+    with pytest.raises(BadArgument, match=f"covers {columns} columns"):
+        found = model.collect(ids(LONG), "logits", positions=mask, generate={"max_new_tokens": 3, **GREEDY})
+        found["logits"]

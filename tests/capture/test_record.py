@@ -47,7 +47,7 @@ def test_in_an_invoke_it_is_that_invoke_s_rows(case):
     places = forward_order(model)
     records: list[Any] = []
     with model.trace() as tracer:
-        records.save()
+        nnsight.save(records)
         for i, row in enumerate(case.prompts):
             with tracer.invoke(row):
                 if i != 1:
@@ -69,7 +69,7 @@ def test_positions_are_those_of_the_invoke_s_own_text():
     model = case.model()
     records: list[Any] = []
     with model.trace() as tracer:
-        records.save()
+        nnsight.save(records)
         for row in case.prompts:
             with tracer.invoke(row):
                 records.append(
@@ -137,14 +137,14 @@ def test_it_sees_what_the_next_module_received(path, style, batched, kernel):
     with torch.no_grad():
         if batched:
             with model.trace() as tracer:
-                found.save()
+                nnsight.save(found)
                 with tracer.invoke(case.prompts[0]):
                     model.layers[3].layer_output
                 with tracer.invoke(case.prompts[1]):
                     block()
         else:
             with model.trace(case.prompts[0]):
-                found.save()
+                nnsight.save(found)
                 block()
         wanted: dict[str, Tensor] = {}
         order = [str(place) for place in places]
@@ -252,12 +252,42 @@ def test_in_generate_it_joins_all_steps():
         assert torch.equal(record[name], found[name])
 
 
-@pytest.mark.xfail(strict=True, reason="2026-11-29: the prompt alone")
-def test_in_generate_the_tokens_are_those_that_were_fed():
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_in_generate_the_tokens_are_those_that_were_fed(use_cache):
     model = Case("e2b").model()
-    with model.generate(ids(10), **GREEDY):
+    with model.generate(ids(10), **GREEDY, use_cache=use_cache):
         record = model.record(NAMES)
-    assert record.input_ids.shape == record.attention_mask.shape == (1, 12)
+    found = model.collect(ids(10), NAMES, generate=GREEDY)
+    assert torch.equal(record.input_ids, found.input_ids)
+    assert record.attention_mask.tolist() == [[1] * 12]
+
+
+def test_in_a_padded_batch_the_mask_that_was_fed_grows():
+    model = Case("e2b").model()
+    with model.generate(**GREEDY) as tracer:
+        with tracer.invoke(ids(10)):
+            pass
+        with tracer.invoke(ids(6)):
+            record = model.record(NAMES)
+    assert record.input_ids.shape == (1, 12)
+    assert record.attention_mask.tolist() == [[0] * 4 + [1] * 8]
+
+
+def test_in_a_loop_the_tokens_are_the_step_s():
+    model = Case("e2b").model()
+    records: list[Any] = []
+    with torch.no_grad():
+        with model.generate(ids(10), **GREEDY) as tracer:
+            nnsight.save(records)
+            for _ in tracer.iter[:2]:
+                records.append(model.record(NAMES))
+                model.layers[2].layer_output
+                records.append(model.record("logits"))
+    first, _, second, late = records
+    assert torch.equal(first.input_ids, ids(10))
+    assert second.input_ids.shape == (1, 1)
+    assert second.attention_mask.shape == (1, 11)
+    assert late.input_ids is None
 
 
 @pytest.mark.parametrize("loop", ["bounded", "some"])
@@ -266,7 +296,7 @@ def test_in_a_loop_it_is_that_step_alone(loop):
     records: list[Any] = []
     with torch.no_grad():
         with model.generate(ids(10), **GREEDY) as tracer:
-            records.save()
+            nnsight.save(records)
             for step in tracer.iter[:3] if loop == "bounded" else tracer.iter[[0, 2]]:
                 records.append((step, model.record(NAMES)))
                 model.layers[2].layer_output
