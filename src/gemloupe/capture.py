@@ -446,13 +446,12 @@ def _feed_step(model: Any, result: Collected, step: int, *, joins: bool) -> None
         return
     raw = Mediator.value(location)
     before, ids = result.input_ids, raw[1].get("input_ids")
-    known = isinstance(ids, torch.Tensor) and (before is not None or not joins)
-    if not known:
-        result.input_ids = result.attention_mask = None
+    result.input_ids = result.attention_mask = None
+    if ids is None or (joins and before is None):  # the prompt was embeddings
         return
-    grown = joins and ids.shape[1] <= before.shape[1]  # without a cache every step is fed the whole text
-    result.input_ids = torch.cat([_repeated(before, ids), ids], -1) if grown else ids
-    result.attention_mask = TokenMask().take(raw)
+    if joins and before is not None and ids.shape[1] <= before.shape[1]:
+        ids = torch.cat([_repeated(before, ids), ids], -1)  # without a cache every step is fed the whole text
+    result.input_ids, result.attention_mask = ids, TokenMask().take(raw)
 
 
 def _repeated(before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

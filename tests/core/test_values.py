@@ -79,6 +79,7 @@ def test_every_value_equals_its_recomputation(case):
             eps = torch.finfo(dtype).eps
             allowed = ROUNDINGS[dtype] * eps * torch.ones_like(wanted[..., :1])
             if place.name == "per_layer_output":
+                assert place.block is not None
                 given = values[place._replace(name="per_layer_input")].detach().double()
                 allowed += oracle.blur(place.block, stream_before(values, place.block), given, eps)
             assert ((value.double() - wanted).abs() <= allowed * wanted.abs().max()).all(), place
