@@ -21,6 +21,7 @@ __all__ = [
     "OutsideTrace",
     "PromptWarning",
     "ReadOnly",
+    "StepsWarning",
     "Unavailable",
     "UnknownName",
     "UnsupportedModel",
@@ -97,3 +98,7 @@ class BadArgument(GemloupeError, ValueError):
 
 class PromptWarning(UserWarning):
     """The prompt is not what a Gemma model was trained on (no BOS, or two)."""
+
+
+class StepsWarning(UserWarning):
+    """A loop over steps asked for more of them than the call made; what follows it did not run."""

@@ -9,6 +9,7 @@ tensor handed out.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +18,8 @@ import torch
 from greenlet import getcurrent
 from nnsight.intervention.interleaver import Interleaver, Mediator
 
-from .errors import LateEdit
+from .errors import LateEdit, StepsWarning
+from .notices import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +90,11 @@ class WorkerState:
     """What one worker has been served so far."""
 
     last: str | None = None
+    asked: str | None = None
+    """The value asked for last, served or not."""
     step: int | None = None
+    endless: bool = False
+    """The loop the worker is in has no end of its own (`tracer.iter[:]`)."""
     captured: dict[tuple[str, int], Any] = field(default_factory=dict)
     moment: tuple[str, str, int] | None = None
     raw: Any = None
@@ -196,6 +202,20 @@ class Ledger:
         return ((tensor, entry) for tensor, entry in alive if tensor is not None)
 
 
+def outrun_text(state: WorkerState) -> str:
+    """What is said of a loop that asked for a step the run did not make."""
+    wanted = (
+        f"{state.asked or 'a value'} in step {state.step}" if state.step is not None else "a further step"
+    )
+    ends = "An open loop ends in no other way. " if state.endless else ""
+    return (
+        f"the loop over steps asked for {wanted}, which this call did not make. What the loop saved is kept; "
+        f"what follows it in the same block did not run.\n{ends}Put what follows into another invoke, "
+        f"`with tracer.invoke(): ...`, or after the trace; to make every step happen, give "
+        f"`min_new_tokens=`."
+    )
+
+
 class StandardInterleaver(Interleaver):
     """nnsight's interleaver, with a fresh ledger for every run."""
 
@@ -226,7 +246,19 @@ class StandardInterleaver(Interleaver):
         return stopped
 
     def check_dangling_mediators(self) -> None:
-        super().check_dangling_mediators()
+        looping = [m for m in self.mediators if m.alive and m.iteration != 0]
+        # Ending a block ends its loop, so what is said of that is put together before.
+        outrun = {f"'{m.pending}' ": outrun_text(self.ledger.of(m)) for m in looping}
+        caught: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                super().check_dangling_mediators()
+        finally:
+            for warning in caught:
+                text = str(warning.message)
+                ours = next((said for place, said in outrun.items() if text.startswith(place)), None)
+                warn(ours or text, StepsWarning if ours else warning.category)
         self.ledger.check(all=True)
 
     def cancel(self) -> None:

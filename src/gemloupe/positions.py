@@ -12,20 +12,26 @@ from typing import Any
 import torch
 
 from .errors import BadArgument
+from .prompts import cached_tokens
 
 __all__ = ["Positions", "real_tokens", "select"]
 
 Positions = int | slice | Sequence[int] | torch.Tensor | None
 
 
-def real_tokens(encoding: Any, rows: slice) -> torch.Tensor | None:
-    """Which columns of a prompt hold real tokens, `[batch seq]`, or `None` where the call does not say."""
+def real_tokens(encoding: Any, rows: slice, *, generating: bool = False) -> torch.Tensor | None:
+    """Which columns of a text hold real tokens, `[batch seq]`, or `None` where the call does not say.
+
+    A call that is given a cache continues a text: the columns that it holds come first. (`generate` is
+    given the whole text with it.)
+    """
     mask = encoding.get("attention_mask")
     ids = encoding.get("input_ids", encoding.get("inputs_embeds"))
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         return mask[rows].bool()
     if isinstance(ids, torch.Tensor) and ids.dim() >= 2:
-        return torch.ones(ids.shape[:2], dtype=torch.bool)[rows]
+        before = 0 if generating else cached_tokens(encoding)
+        return torch.ones(ids.shape[0], before + ids.shape[1], dtype=torch.bool)[rows]
     return None
 
 
@@ -117,7 +123,8 @@ def select(positions: Positions, real: torch.Tensor, start: torch.Tensor | int =
     forward that continues a text.
     """
     if isinstance(positions, torch.Tensor) and positions.dtype == torch.bool:
-        return positions.to(real.device).expand_as(real) & real
+        # Of a mask over the whole text, the columns that this value still has.
+        return positions[..., -real.shape[-1] :].to(real.device).expand_as(real) & real
     place = real.cumsum(-1) - 1 + start
     if positions is None:
         return real

@@ -1,16 +1,47 @@
-"""What a Gemma prompt must look like, and a warning where it does not."""
+"""What a Gemma prompt must look like, and what a text that continues a cache must say of it."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from .errors import PromptWarning
+from .errors import BadArgument, PromptWarning
+from .notices import warn
 
-__all__ = ["check_prompt"]
+__all__ = ["CACHES", "cached_tokens", "check_prompt", "hides_new_tokens"]
+
+CACHES: Final = ("cache", "past_key_values")
+"""What transformers calls the cache that a call is given: 5.24, and older releases."""
+
+
+def cached_tokens(encoding: Mapping[str, Any]) -> int:
+    """How many tokens the cache that a call is given holds."""
+    known = next((encoding[name] for name in CACHES if encoding.get(name) is not None), None)
+    return 0 if known is None else int(known.get_seq_length())
+
+
+def hides_new_tokens(encoding: Mapping[str, Any], *, given: bool) -> bool:
+    """Whether the mask beside a cache is one that nnsight added and that has to go.
+
+    nnsight 0.8.1 adds a mask over the new tokens to a call that is given a `cache`. transformers takes it
+    for one of the whole text that ends in padding, and hides the new tokens from themselves.
+    Raises: BadArgument, where a mask that was `given`, or padding, would do so.
+    """
+    before = cached_tokens(encoding)
+    mask, ids = encoding.get("attention_mask"), encoding.get("input_ids", encoding.get("inputs_embeds"))
+    if not before or not isinstance(mask, torch.Tensor) or mask.dim() != 2 or ids is None:
+        return False
+    total = before + ids.shape[1]
+    if mask.shape[1] >= total:
+        return False
+    if given or not bool(mask.all()):
+        raise BadArgument(
+            f"the cache holds {before} tokens and the call brings {ids.shape[1]}; the attention_mask covers "
+            f"{mask.shape[1]}. Give one of {total} columns: `attention_mask=` [batch {total}]."
+        )
+    return True
 
 
 def check_prompt(tokenizer: Any, encoding: Mapping[str, Any]) -> None:
@@ -23,27 +54,25 @@ def check_prompt(tokenizer: Any, encoding: Mapping[str, Any]) -> None:
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or not _concrete(ids):
         return
-    if encoding.get("past_key_values") is not None or encoding.get("cache") is not None:
+    if cached_tokens(encoding):
         return  # the continuation of a text, whose BOS is in the cache
     mask = encoding.get("attention_mask")
     first = _first_real(ids, mask)
     rows = torch.arange(ids.shape[0], device=ids.device)
     missing = (ids[rows, first] != bos).nonzero().flatten().tolist()
     if missing:
-        warnings.warn(
+        warn(
             f"row {missing[0]} of the prompt does not begin with BOS ({tokenizer.bos_token}), which Gemma "
             f"was trained with; give text, or put token id {bos} first.",
             PromptWarning,
-            stacklevel=2,
         )
     second = (first + 1).clamp(max=ids.shape[1] - 1)
     double = ((ids[rows, first] == bos) & (ids[rows, second] == bos) & (second > first)).nonzero().flatten()
     if len(double):
-        warnings.warn(
+        warn(
             f"row {int(double[0])} of the prompt begins with BOS twice; the tokenizer adds it, so leave "
             f"{tokenizer.bos_token} out of the text.",
             PromptWarning,
-            stacklevel=2,
         )
 
 

@@ -25,6 +25,7 @@ from . import layouts
 from .errors import BadWrite, NeverRan, OutOfOrder, OutsideTrace, ReadOnly, Unavailable
 from .layouts import LAYOUTS, Layout
 from .ledger import running, same_memory, same_view
+from .prompts import cached_tokens
 from .references import Reference
 
 __all__ = [
@@ -100,7 +101,8 @@ class TokenMask(Keyword):
         ids, places = kwargs.get("input_ids", kwargs.get("inputs_embeds")), kwargs.get("position_ids")
         if ids is None:
             return super().take(raw)
-        total = ids.shape[1] if places is None else int(places.max()) + 1  # cached tokens included
+        # The tokens of the cache are covered too.
+        total = cached_tokens(kwargs) + ids.shape[1] if places is None else int(places.max()) + 1
         return ids.new_ones(ids.shape[0], total, dtype=torch.int64)
 
 
@@ -243,7 +245,7 @@ class Served(eproperty):
             self._refuse_foreign(obj)
             return self.reference(obj)
         state = obj.interleaver.ledger.of(mediator)
-        name = self.path_on(obj)
+        state.asked = name = self.path_on(obj)
         with _translated(mediator, name):
             value = self._read(obj, mediator, state, name)
         state.last = name
@@ -339,6 +341,7 @@ class Served(eproperty):
                 f"To fill it: `model.{name}[:] = ...`."
             )
         state = obj.interleaver.ledger.of(mediator)
+        state.asked = name
         with _translated(mediator, name):
             self._write(obj, mediator, state, name, value)
         obj.interleaver.ledger.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,7 +17,7 @@ from .envoys.root import Root
 from .families import family
 from .ledger import StandardInterleaver
 from .loading import check_weights, read_config, text_config
-from .prompts import check_prompt
+from .prompts import CACHES, check_prompt, hides_new_tokens
 from .tokens import find_tokenizer
 from .tracer import StandardTracer
 from .workers import keep_prompt
@@ -204,9 +205,14 @@ class StandardizedTransformer(Root, TransformersModel):
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         args, kwargs = super()._batch(invokes, fn)
-        self.interleaver.encoding = kwargs
-        self.interleaver.generating = getattr(fn, "__name__", "") == "generate"
-        check_prompt(self.tokenizer, kwargs)
+        generating = getattr(fn, "__name__", "") == "generate"
+        # What `trace` is given beside its invokes is no part of their batch.
+        beside = {name: given for name, given in self.interleaver.options.items() if name in CACHES}
+        if not generating and hides_new_tokens({**beside, **kwargs}, given=_gives_mask(invokes)):
+            del kwargs["attention_mask"]
+        self.interleaver.encoding = {**beside, **kwargs}
+        self.interleaver.generating = generating
+        check_prompt(self.tokenizer, self.interleaver.encoding)
         return args, kwargs
 
     # -- operations ------------------------------------------------------------------------------
@@ -243,3 +249,9 @@ def _faking() -> bool:
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode() is not None
+
+
+def _gives_mask(invokes: list) -> bool:
+    """Whether some invoke was given an attention mask."""
+    parts = [part for inputs, options in invokes for part in (*inputs, options)]
+    return any(isinstance(part, Mapping) and "attention_mask" in part for part in parts)

@@ -183,7 +183,8 @@ class Frame:
     def __init__(self, model: Any, parent: Mediator) -> None:
         group = parent.batch_group
         rows = slice(None) if group is None else slice(group[0], group[0] + group[1])
-        self.prompt = place.real_tokens(model.interleaver.encoding, rows)
+        interleaver = model.interleaver
+        self.prompt = place.real_tokens(interleaver.encoding, rows, generating=interleaver.generating)
 
     def select(self, step: int, value: torch.Tensor, positions: Positions, when: When) -> torch.Tensor:
         """The tokens to edit of this step's `value`, `[batch seq]`."""

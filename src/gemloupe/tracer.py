@@ -39,7 +39,7 @@ class Steps(Iterations):
         worker: Any = getcurrent()  # nnsight's worker, which knows its mediator
         mediator = worker.mediator()
         state = mediator.interleaver.ledger.of(mediator)
-        before = state.step
+        before, state.endless = (state.step, state.endless), self.stop is None and self.steps is None
         try:
             generator: Any = super().__iter__()
             with closing(generator) as steps:
@@ -50,7 +50,7 @@ class Steps(Iterations):
                         # The body asked for nothing, so nothing made it wait for its step, or for the last.
                         Mediator.value(mediator.interleaver.entrance)
         finally:
-            state.step = before
+            state.step, state.endless = before
 
 
 class Meeting(Barrier):

@@ -190,7 +190,7 @@ def test_logits_are_those_of_every_position():
     assert found["logits"].shape == (1, 12, 288)
     with torch.no_grad():
         wanted = case.bare()(found.input_ids).logits
-    assert (found["logits"] - wanted).abs().max() <= 1e-4
+    assert (found["logits"] - wanted).abs().max() <= 2e-5 * wanted.abs().max()
     assert torch.equal(found["logits"].argmax(-1)[:, LONG - 1 : -1], found.input_ids[:, LONG:])
 
 
@@ -200,7 +200,7 @@ def test_without_a_cache_every_step_is_the_whole_text():
     found = model.collect(ids(LONG), name, generate={"max_new_tokens": 3, "use_cache": False, **GREEDY})[name]
     cached = model.collect(ids(LONG), name, generate={"max_new_tokens": 3, **GREEDY})[name]
     assert found.shape == cached.shape
-    assert (found - cached).abs().max() <= 1e-4
+    assert (found - cached).abs().max() <= 2e-5 * cached.abs().max()
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,13 @@ class Case:
             return self.bare()(**self.inputs).logits
 
 
+def continued(case: Case, row: Tensor) -> dict[str, Any]:
+    """A cache of a row's tokens, under the name that the installed transformers gives it."""
+    with torch.no_grad():
+        output = case.bare()(row, use_cache=True)
+    return {name: output[name] for name in output.keys() & {"cache", "past_key_values"}}
+
+
 @cache
 def wrapped(case: Case) -> Any:
     return tiny(case.shape, **case.options)

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from gemloupe.errors import PromptWarning
-from tests.core.models import Case, ids
+from gemloupe.errors import BadArgument, PromptWarning
+from tests.core.models import Case, continued, ids
 
 GREEDY = {"do_sample": False, "eos_token_id": -1}
 BARE = torch.tensor([[40, 50, 60]])
@@ -76,9 +76,43 @@ def test_a_continuation_has_its_bos_in_the_cache():
     case = Case("e2b")
     model, bare = case.model(), case.bare()
     with torch.no_grad():
-        first = bare(ids(6), use_cache=True)
         mask = torch.ones(1, 9, dtype=torch.int64)
-        with model.trace(BARE, cache=first.cache, attention_mask=mask):
+        with model.trace(BARE, **continued(case, ids(6)), attention_mask=mask):
             logits = model.logits.save()
         wanted = bare(torch.cat([ids(6), BARE], -1)).logits[:, -3:]
     assert (logits - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("shape", ["e2b", "12b", "26b-a4b"])
+@pytest.mark.parametrize("given", [lambda row: row, lambda row: {"input_ids": row}], ids=["ids", "encoding"])
+def test_a_continuation_sees_its_own_tokens(shape, given):
+    """nnsight 0.8.1 adds a mask that hides them, beside a cache called `cache`."""
+    case = Case(shape)
+    model = case.model()
+    with torch.no_grad():
+        wanted = case.bare()(ids(9)[:, 4:], **continued(case, ids(9)[:, :4])).logits
+        with model.trace(given(ids(9)[:, 4:]), **continued(case, ids(9)[:, :4])):
+            mask = model.attention_mask.save()
+            logits = model.logits.save()
+    assert torch.equal(logits, wanted)
+    assert mask.tolist() == [[1] * 9]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [({"input_ids": ids(9)[:, 4:], "attention_mask": torch.ones(1, 5)},), (ids(9)[:, 4:], ids(9)[:, 5:])],
+    ids=["short mask", "unequal rows"],
+)
+def test_a_mask_that_leaves_the_cached_tokens_out_is_refused(rows):
+    case = Case("e2b")
+    model = case.model()
+    before = case.logits()
+    with pytest.raises(BadArgument, match=r"cache holds 4 tokens and the call brings 5.*one of 9 columns"):
+        with model.trace(**continued(case, ids(9)[:, :4])) as tracer:
+            for row in rows:
+                with tracer.invoke(row):
+                    model.logits.save()
+    with torch.no_grad():
+        with model.trace(case.prompts[0]):
+            logits = model.logits.save()
+    assert torch.equal(logits, before)

@@ -14,7 +14,7 @@ from gemloupe.errors import BadArgument, OutOfOrder, OutsideTrace
 from gemloupe.steering import Edited
 from gemloupe.testing import SHAPES
 from tests.core.hand import edited_logits
-from tests.core.models import SEED, Case, ids
+from tests.core.models import SEED, Case, continued, ids
 from tests.core.places import Place, reading
 from tests.core.test_absence import Counted
 
@@ -478,6 +478,35 @@ def test_skipping_through_a_generation(shape, batched):
         with tracer.invoke():
             tokens.append(tracer.result.save())
     assert torch.equal(tokens[0], wanted)
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize(
+    ("positions", "columns"),
+    [(9, [2]), (-1, [5]), ([8, 12], [1, 5]), (slice(7, 9), [0, 1]), (None, range(6))],
+)
+def test_positions_of_a_text_continued_from_a_cache_count_what_it_holds(masked, positions, columns):
+    model, row = Case("e2b").model(), ids(LENGTH)
+    added, found = vector(), []
+    options = {"attention_mask": torch.ones_like(row)} if masked else {}
+
+    def cache() -> dict[str, Any]:
+        return continued(Case("e2b"), row[:, :7])
+
+    with torch.no_grad():
+        with model.trace(row[:, 7:], **cache(), **options):
+            model.steer(3, added, 4.0, positions=positions)
+            found.append(model.logits.save())
+        with model.trace(row[:, 7:], **cache(), **options):
+            model.layers[3].layer_output[:, list(columns)] += 4 * added
+            found.append(model.logits.save())
+    assert torch.equal(*found)
+    chosen = model.collect(row[:, 7:], "layers[3].layer_output", positions=positions, **cache(), **options)[
+        "layers[3].layer_output"
+    ]
+    whole = model.collect(row[:, 7:], "layers[3].layer_output", **cache(), **options)
+    wanted = whole["layers[3].layer_output"][:, list(columns)]
+    assert torch.equal(chosen.flatten(), wanted.flatten())
 
 
 def test_skipping_in_a_loop_skips_in_that_step():
