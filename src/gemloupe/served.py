@@ -165,6 +165,7 @@ class Served(eproperty):
         read_only: str | None = None,
         moment: Moment | None = None,
         private: bool = False,
+        renamed: bool = False,
     ) -> None:
         super().__init__(key=at)
         self.at = at
@@ -174,6 +175,8 @@ class Served(eproperty):
         self.read_only = read_only
         self.moment = moment
         self.private = private
+        self.renamed = renamed
+        """The model holds this memory under an earlier name too, as a block's output is the next one's input."""
         self._back: Callable[[Any, Any, Any], Any] | None = None
         self._check: Callable[[Any, Any], None] | None = None
         self._stub: Callable[[Any, Any], Any]
@@ -284,12 +287,12 @@ class Served(eproperty):
         return marked(value, own=value is not self.piece.take(raw))
 
     def _is_held(self, host: Any, value: torch.Tensor) -> bool:
-        """Whether a block of code still holds this memory under another name.
+        """Whether a block of code still holds this memory under the name it had before.
 
-        A block's input is the very tensor that the one before put out. An edit of it in place would
-        change what was read, and perhaps saved, under that name; it is served as a copy then.
+        An edit of it in place would change what was read, and perhaps saved, under that name; it is served
+        as a copy then.
         """
-        return self.name == "layer_input" and host.interleaver.ledger.holds(value, self.path_on(host))
+        return self.renamed and host.interleaver.ledger.holds(value, self.path_on(host))
 
     def current(self, host: Any, raw: Any) -> Any:
         """The value as the model holds it, in its standard layout."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemloupe.errors import GemloupeError, NeverRan, OutOfOrder
+from gemloupe.errors import GemloupeError, NeverRan, OutOfOrder, StepsWarning
 from gemloupe.testing import SHAPES
 from tests.core.models import Case, ids
 from tests.core.places import ROUTING, Place, forward_order, reading
@@ -310,7 +310,7 @@ def test_an_open_loop_ends_with_the_run(loop):
     case = Case("e2b")
     model = case.model()
     steps = []
-    with pytest.warns(UserWarning, match="never reached"):  # noqa: PT031
+    with pytest.warns(StepsWarning, match="which this call did not make"):  # noqa: PT031
         with model.generate(case.prompts[0], max_new_tokens=3, do_sample=False, eos_token_id=-1) as tracer:
             for _ in tracer.all() if loop == "all()" else tracer.iter[:]:
                 steps.append(nnsight.save(model.layers[2].mlp.mlp_output))  # noqa: PERF401

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gemloupe import StandardizedTransformer
-from gemloupe.errors import BadArgument, BadWrite, LateEdit, OutOfOrder, UnknownName
+from gemloupe.errors import BadArgument, BadWrite, LateEdit, OutOfOrder, StepsWarning, UnknownName
 from gemloupe.testing import tiny
 
 ONE, TWO = "The capital of France is", "The capital of Italy is big"
@@ -137,7 +137,7 @@ def test_a_loop_honours_its_step_and_waits_for_it(model):
             model.layers[0].layer_output
             seen.append(step)
     assert seen == [0, 2, 4]
-    with pytest.warns(UserWarning, match="never reached"):  # noqa: PT031
+    with pytest.warns(StepsWarning, match="which this call did not make"):  # noqa: PT031
         with model.generate(ONE, max_new_tokens=4, min_new_tokens=4, do_sample=False) as tracer:
             for step in tracer.all():
                 if step == 2:

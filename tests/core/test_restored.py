@@ -14,7 +14,16 @@ from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from gemloupe.errors import BadArgument, BadWrite, GemloupeError, LateEdit, OutOfOrder, ReadOnly, Unavailable
+from gemloupe.errors import (
+    BadArgument,
+    BadWrite,
+    GemloupeError,
+    LateEdit,
+    OutOfOrder,
+    ReadOnly,
+    StepsWarning,
+    Unavailable,
+)
 from gemloupe.testing import SHAPES, tiny
 from tests.core.models import Case, ids
 from tests.core.places import forward_order
@@ -236,7 +245,7 @@ def test_after_an_empty_block(model):
 
 
 def test_after_a_loop_that_outran_the_run(model):
-    with pytest.warns(UserWarning, match="never reached"):  # noqa: PT031
+    with pytest.warns(StepsWarning, match="which this call did not make"):  # noqa: PT031
         with model.generate(ids(5), max_new_tokens=2, **GREEDY) as tracer:
             for _ in tracer.iter[:9]:
                 model.layers[1].layer_output *= 3

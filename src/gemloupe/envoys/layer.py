@@ -43,7 +43,7 @@ class Layer(BlockFacts, PartOfBlock):
     def standard_path(self) -> str:
         return f"layers[{self.index}]"
 
-    @served("input", piece=Argument(0, "hidden_states"))
+    @served("input", piece=Argument(0, "hidden_states"), renamed=True)
     def layer_input(self, value: Any) -> Residual:
         """The stream entering the block.
 
@@ -51,7 +51,7 @@ class Layer(BlockFacts, PartOfBlock):
         """
         return value
 
-    @served("input", piece=Argument(1, "per_layer_input"), needs=no_per_layer_inputs)
+    @served("input", piece=Argument(1, "per_layer_input"), needs=no_per_layer_inputs, renamed=True)
     def per_layer_input(self, value: Any) -> PerLayerInput:
         """This block's slice of `per_layer_inputs`, which gates its per-layer branch.
 
