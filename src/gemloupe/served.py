@@ -176,7 +176,7 @@ class Served(eproperty):
         self.moment = moment
         self.private = private
         self.renamed = renamed
-        """The model holds this memory under an earlier name too, as a block's output is the next one's input."""
+        """The model holds its memory under an earlier name too: a block's output is the next one's input."""
         self._back: Callable[[Any, Any, Any], Any] | None = None
         self._check: Callable[[Any, Any], None] | None = None
         self._stub: Callable[[Any, Any], Any]
