@@ -9,7 +9,7 @@ import nnsight
 import torch
 
 from benchmarks.forward import HOOKS, Run, blocks, hook_outputs, hooked, plain, row
-from benchmarks.measure import Measurement, Sample, Side, alternate, insist
+from benchmarks.measure import Measurement, NotMeasured, Sample, Side, alternate, insist
 from benchmarks.models import Size, Twins, twins
 from benchmarks.peer import transformerlens
 from benchmarks.row import Row
@@ -19,6 +19,8 @@ __all__ = ["ROWS"]
 OUTPUTS: Final = "layers.*.layer_output"
 LAYERS: Final = 12
 """Blocks of the full size, in which the blocks to stop after are counted."""
+RELEASE: Final = "4.3"
+"""Of TransformerLens, as benchmarks/peers/requirements-transformerlens.txt has it."""
 TOLERANCE: Final = 1e-3
 """How far TransformerLens' tensors may be from ours, whose largest are about ten: it runs eager attention."""
 
@@ -42,6 +44,8 @@ def against_transformerlens(shape: str) -> Callable[[Size, int], Measurement]:
     def measure(size: Size, pairs: int) -> Measurement:
         pair = twins(shape, size)
         with torch.no_grad(), transformerlens(pair) as peer:
+            if not peer.versions.startswith(f"transformer-lens {RELEASE}."):
+                raise NotMeasured(f"TransformerLens {RELEASE} is compared with, not {peer.versions}")
             weights = sum(weight.numel() for weight in pair.bare.parameters())
             assert peer.weights == weights, f"TransformerLens has {peer.weights} weights, we have {weights}"
             insist(collect_outputs(pair), peer.outputs(), TOLERANCE)
@@ -100,7 +104,7 @@ def transformerlens_row(shape: str, kind: str) -> Row:
     return Row(
         f"{shape}/collect-transformerlens",
         f"{kind}: `collect` of every `layer_output`",
-        "TransformerLens 4.3's `run_with_cache` of the same, in its own process (it runs eager attention)",
+        f"TransformerLens {RELEASE}'s `run_with_cache` of the same, in its own process (eager attention)",
         against_transformerlens(shape),
         bound=1.0,
     )

@@ -212,7 +212,7 @@ def test_memory_is_our_peak_above_theirs_in_units() -> None:
 
 STAND_IN = """
 import json, shutil, sys
-print(json.dumps({"weights": WEIGHTS, "versions": "stand-in"}), flush=True)
+print(json.dumps({"weights": WEIGHTS, "versions": VERSIONS}), flush=True)
 for line in sys.stdin:
     request, _, path = line.strip().partition(" ")
     if request == "keep":
@@ -227,9 +227,10 @@ for line in sys.stdin:
 def stand_in_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A process that answers as the peer does: with these outputs, and this number of weights."""
 
-    def start(kept: list[torch.Tensor], weights: int, *, end: bool = False) -> None:
+    def start(kept: list[torch.Tensor], weights: int, *, release: str = "4.3.0", end: bool = False) -> None:
         torch.save(kept, tmp_path / "kept.pt")
         values = {"WEIGHTS": weights, "KEPT": str(tmp_path / "kept.pt"), "END": end}
+        values["VERSIONS"] = f"transformer-lens {release}, torch 2.13.0"
         lines = [f"{name} = {value!r}" for name, value in values.items()]
         (tmp_path / "server.py").write_text("\n".join(lines) + STAND_IN)
         (tmp_path / "bin").mkdir(exist_ok=True)
@@ -277,6 +278,12 @@ def test_a_peer_that_computes_something_else_is_not_measured(stand_in_peer: Call
 def test_a_peer_that_ends_is_not_measured_and_says_why(stand_in_peer: Callable[..., None]) -> None:
     stand_in_peer(*right_answer(), end=True)
     with pytest.raises(NotMeasured, match=r"process ended: ModuleNotFoundError: No module named 'lens'$"):
+        PEER_ROWS[0].measure(TINY, 1)
+
+
+def test_another_release_of_the_peer_is_not_measured(stand_in_peer: Callable[..., None]) -> None:
+    stand_in_peer(*right_answer(), release="4.30.0")
+    with pytest.raises(NotMeasured, match=r"4\.3 is compared with, not transformer-lens 4\.30\.0, torch"):
         PEER_ROWS[0].measure(TINY, 1)
 
 
