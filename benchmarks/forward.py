@@ -17,7 +17,7 @@ from benchmarks.measure import Measurement, Side, alternate, one_thread
 from benchmarks.models import Size, Twins, twins
 from benchmarks.row import Row
 
-__all__ = ["ROWS"]
+__all__ = ["HOOKS", "ROWS", "Run", "blocks", "hook_outputs", "hooked", "keep_output", "plain", "row"]
 
 Run = Callable[[Twins], Any]
 
@@ -27,13 +27,31 @@ SMALL: Final = Size(hidden=64, layers=12, batch=2, seq=16)
 """Twelve blocks that compute next to nothing: what a trace adds stands out."""
 
 
-def row(shape: str, name: str, what: str, against: str, ours: Run, theirs: Run, **fields: Any) -> Row:
-    """A row whose two sides run on the twins of a shape, and must give equal tensors."""
+def row(
+    shape: str,
+    name: str,
+    what: str,
+    against: str,
+    ours: Run,
+    theirs: Run,
+    *,
+    check: Callable[[Twins, Any], None] | None = None,
+    tolerance: float = 0.0,
+    **fields: Any,
+) -> Row:
+    """A row whose two sides run on the twins of a shape, and must give tensors equal up to `tolerance`.
+
+    check: where the sides keep different things, what our side's result is checked by instead, once.
+    """
 
     def measure(size: Size, pairs: int) -> Measurement:
         pair = twins(shape, size)
+        sides = Side(lambda: ours(pair)), Side(lambda: theirs(pair))
         with torch.no_grad():
-            return alternate(Side(lambda: ours(pair)), Side(lambda: theirs(pair)), pairs, same=_itself)
+            if check is None:
+                return alternate(*sides, pairs, same=_itself, tolerance=tolerance)
+            check(pair, ours(pair))
+            return alternate(*sides, pairs)
 
     return Row(f"{shape}/{name}", what, against, measure, **fields)
 

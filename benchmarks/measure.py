@@ -28,16 +28,23 @@ import gemloupe
 
 __all__ = [
     "Measurement",
+    "Memory",
+    "NotMeasured",
     "Sample",
     "Side",
     "Spread",
     "alternate",
     "command",
+    "insist",
     "one_thread",
     "python",
     "spread",
     "timed_in_process",
 ]
+
+
+class NotMeasured(Exception):
+    """A row that cannot be measured here; the text is the reason, which is reported in its place."""
 
 
 class Sample(NamedTuple):
@@ -96,13 +103,35 @@ class Measurement:
         return [ours.cpu - theirs.cpu for ours, theirs in zip(self.ours, self.theirs, strict=True)]
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Peaks of memory in bytes, counted in pieces of `unit` bytes; see `benchmarks.memory`."""
+
+    ours: tuple[int, ...]
+    theirs: tuple[int, ...]
+    unit: int
+
+    @property
+    def ratios(self) -> list[float]:
+        """How far our peak lies above theirs, in units."""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        return [(ours - theirs) / self.unit for ours, theirs in pairs]
+
+
 def alternate(
-    ours: Side, theirs: Side, pairs: int, *, warmup: int = 1, same: Callable[[Any], Any] | None = None
+    ours: Side,
+    theirs: Side,
+    pairs: int,
+    *,
+    warmup: int = 1,
+    same: Callable[[Any], Any] | None = None,
+    tolerance: float = 0.0,
 ) -> Measurement:
     """Run both sides in turn, `pairs` times each, after `warmup` pairs that do not count.
 
-    same: takes from a result the tensors that both sides must agree on, bit for bit: two sides that
-        compute different things are not compared. It is asked on every pair.
+    same: takes from a result the tensors that both sides must agree on: two sides that compute different
+        things are not compared. It is asked on every pair.
+    tolerance: how far they may be apart; by default they agree bit for bit.
     Raises: AssertionError, where they differ.
     """
     taken: list[tuple[Sample, Sample]] = []
@@ -112,7 +141,7 @@ def alternate(
             sampled = {id(side): side.sample() for side in order}
             (our_sample, our_result), (their_sample, their_result) = sampled[id(ours)], sampled[id(theirs)]
             if same is not None:
-                _insist(same(our_result), same(their_result))
+                insist(same(our_result), same(their_result), tolerance)
             if pair >= warmup:
                 taken.append((our_sample, their_sample))
     return Measurement(tuple(our for our, _ in taken), tuple(their for _, their in taken))
@@ -140,11 +169,16 @@ def frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _insist(ours: Any, theirs: Any) -> None:
+def insist(ours: Any, theirs: Any, tolerance: float = 0.0) -> None:
+    """Insist that two tensors, or lists of them, are equal, or apart by `tolerance` at most.
+
+    Raises: AssertionError, naming the first that is not.
+    """
     ours, theirs = ([value] if isinstance(value, torch.Tensor) else list(value) for value in (ours, theirs))
     assert len(ours) == len(theirs), f"one side gave {len(ours)} tensors, the other {len(theirs)}"
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert torch.equal(one, other), f"tensor {index} differs: what is compared is not the same work"
+        alike = one.shape == other.shape and torch.allclose(one, other, rtol=0.0, atol=tolerance)
+        assert alike, f"tensor {index} differs: what is compared is not the same work"
 
 
 # ---- whole processes ---------------------------------------------------------------------------------------

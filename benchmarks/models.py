@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final
 
 import torch
 import transformers
+from nnsight import TransformersModel
 
 from gemloupe import StandardizedTransformer
 from gemloupe.testing import tiny_module, tiny_tokenizer
 
-__all__ = ["FULL", "TINY", "Size", "Twins", "config_31b", "prompt", "twins"]
+__all__ = ["FULL", "TINY", "VOCABULARY", "Size", "Twins", "config_31b", "prompt", "twins"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,9 @@ class Size:
 
 
 FULL: Final = Size(hidden=512, layers=12, batch=4, seq=256)
+VOCABULARY: Final = 288
+"""Tokens of the tiny tokenizer. A head of 262,144 would take most of a forward at this width, and nothing is
+served inside it."""
 TINY: Final = Size(hidden=64, layers=6, batch=2, seq=12)
 """For the tests, which only ask whether the rows run."""
 
@@ -34,8 +38,7 @@ TINY: Final = Size(hidden=64, layers=6, batch=2, seq=12)
 def overrides(shape: str, size: Size) -> dict[str, Any]:
     """The text config's fields: the real checkpoints' proportions at another width.
 
-    The vocabulary is the tiny tokenizer's 288 tokens: a head of 262,144 would take most of a forward at
-    this width, and nothing is served inside it.
+    The vocabulary is the tiny tokenizer's, see `VOCABULARY`.
     """
     fields: dict[str, Any] = {
         "hidden_size": size.hidden,
@@ -65,18 +68,39 @@ class Twins:
     model: StandardizedTransformer
     inputs: dict[str, torch.Tensor]
 
+    @cached_property
+    def eager(self) -> Any:
+        """An untouched twin under eager attention, where transformers has the pattern."""
+        module = twin(self.bare)
+        module.set_attn_implementation("eager")
+        return module
+
+    @cached_property
+    def nnsight(self) -> TransformersModel:
+        """A twin under nnsight alone, without our names."""
+        return traced(TransformersModel(twin(self.bare), tokenizer=tiny_tokenizer()))
+
+    @cached_property
+    def nnsight_eager(self) -> TransformersModel:
+        """The eager twin's own twin under nnsight alone."""
+        return traced(TransformersModel(twin(self.eager), tokenizer=tiny_tokenizer()))
+
 
 @lru_cache(maxsize=1)  # the rows of one shape follow each other
 def twins(shape: str, size: Size, attn_implementation: str | None = None) -> Twins:
     """The twins of a shape, with a prompt."""
     bare = tiny_module(shape, attn_implementation=attn_implementation, **overrides(shape, size))
     second, wrapped = twin(bare), twin(bare)
-    model = StandardizedTransformer(wrapped, tokenizer=tiny_tokenizer())
-    # A traced model keeps what the first trace put into its forwards: that is the one to measure.
+    model = traced(StandardizedTransformer(wrapped, tokenizer=tiny_tokenizer()))
+    return Twins(bare, second, wrapped, model, prompt(size))
+
+
+def traced(model: Any) -> Any:
+    """The model after its first trace, which leaves in its forwards what every later one finds there."""
     with torch.no_grad():
         with model.trace(prompt(TINY)):
-            model.logits.save()
-    return Twins(bare, second, wrapped, model, prompt(size))
+            model.output.save()
+    return model
 
 
 def twin(module: torch.nn.Module) -> torch.nn.Module:
@@ -90,7 +114,7 @@ def twin(module: torch.nn.Module) -> torch.nn.Module:
 
 def prompt(size: Size) -> dict[str, torch.Tensor]:
     """Random tokens after `<bos>`, as a tokenizer returns them: ids and a mask without padding."""
-    ids = torch.randint(20, 288, (size.batch, size.seq), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(20, VOCABULARY, (size.batch, size.seq), generator=torch.Generator().manual_seed(0))
     ids[:, 0] = 2
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 

@@ -13,7 +13,8 @@ from typing import Final
 from rich.table import Table
 
 import gemloupe
-from benchmarks.models import FULL
+from benchmarks.measure import Measurement, Memory
+from benchmarks.models import FULL, VOCABULARY
 from benchmarks.row import Result
 
 __all__ = ["line", "page", "table"]
@@ -27,13 +28,14 @@ What the library costs beside the bare model. `make bench` writes this page.
 
 {date}, on {machine}; {versions}.
 The models have random weights, {size} and the proportions of the published
-checkpoints, in float32 under sdpa, without gradients.
+checkpoints, in float32 under sdpa unless the row says otherwise, without gradients.
 {warnings}
 {table}
-
+{missing}
 Both sides of a row run in turn, A B, B A, A B, on two modules with the same weights, one of which nothing has
 touched. Each pair gives a ratio of wall times, or where the bound is in seconds, the time of our side. On
-every pair of forwards the tensors that both sides keep are compared, bit for bit.
+every pair of forwards the tensors that both sides keep are compared, bit for bit; where the sides run
+different attention, up to its rounding. Where they keep different things, ours are checked once beforehand.
 
 - **median** is the middle of the pairs, **middle half** holds half of them, and the true median lies in
   **median's 95 %** with that confidence. A `?` after **held** says that the bound lies in there too, so the
@@ -43,6 +45,20 @@ every pair of forwards the tensors that both sides keep are compared, bit for bi
 - **ours** and **theirs** are median wall times, for scale.
 - The rows of *a second bare module* compare two untouched modules: what they differ by is the measurement's
   own.
+- **The pattern of one block** is read in a trace under sdpa, and the whole forward runs. transformers has no
+  pattern under sdpa, so it is checked against its eager attention. The patterns of all blocks are compared
+  with the forward that transformers needs for them: eager, every block's pattern kept, as ours are.
+- **Peak memory** is the most that torch's CPU allocator held at once, above what it held before, from the
+  profiler's record of every request to it. The row gives our peak less the other side's, in patterns of one
+  block (batch x heads x tokens x tokens x 4 bytes); *ours* and *theirs* are the peaks. The plain forward's
+  peak is in the last block's MLP, not in an attention: what was kept before it adds to it in full.
+- **`collect`** stops the forward after the last value asked for, before the final norm and the head; the
+  hooks, nnsight and TransformerLens run both. With a vocabulary of {vocabulary} tokens that is little.
+- **TransformerLens** runs in a process and an environment of its own, on the same weights and prompt and with
+  as many threads, without a key-value cache, under the eager attention that it sets. It is asked for one call
+  at a time, in turn with ours, and times it itself. Its tensors are checked against ours once beforehand.
+- **The early stop** after block k of L may take (k + 1) / L of the whole forward, and a tenth more for all
+  that is no block.
 - The *small* rows are taken on one thread, on a model of 12 blocks that compute next to nothing. Those in
   milliseconds are the computing time that is added to one forward: it hardly depends on the width, so a
   larger model pays the same.
@@ -73,24 +89,34 @@ def held(result: Result) -> str:
 
 def numbers(result: Result) -> list[str]:
     """The numbers of a row, in the order of `NUMBERS`."""
-    row, spread, measured = result.row, result.spread, result.measurement
-    ours, theirs = (median(sample.wall for sample in side) for side in (measured.ours, measured.theirs))
+    bound = "" if result.row.bound is None else number(result.row.bound, result)
+    if result.measurement is None:
+        return [bound, "not measured", *[""] * (len(NUMBERS) - 2)]
+    spread = result.spread
     return [
-        "" if row.bound is None else number(row.bound, result),
+        bound,
         number(spread.median, result),
         f"{number(spread.quarter, result)} to {number(spread.three_quarters, result)}",
         f"{number(spread.low, result)} to {number(spread.high, result)}",
-        f"{measured.cpu_ratio:.3f}",
-        seconds(ours),
-        seconds(theirs),
+        *taken(result.measurement),
         held(result),
     ]
 
 
+def taken(measured: Measurement | Memory) -> list[str]:
+    """What both sides took: the ratio in computing time, and each side's median."""
+    if isinstance(measured, Memory):
+        return ["", *(f"{median(side) / 2**20:.1f} MiB" for side in (measured.ours, measured.theirs))]
+    sides = (measured.ours, measured.theirs)
+    return [f"{measured.cpu_ratio:.3f}", *(seconds(median(one.wall for one in side)) for side in sides)]
+
+
 def line(result: Result) -> str:
     """A row's result, short."""
+    if result.measurement is None:
+        return f"{result.row.name}: not measured: {result.reason}"
     _, middle, _, interval, cpu, _, _, verdict = numbers(result)
-    return f"{result.row.name}: {middle} ({interval}), CPU {cpu} {verdict}"
+    return f"{result.row.name}: {middle} ({interval}){f', CPU {cpu}' if cpu else ''} {verdict}"
 
 
 def table(results: Sequence[Result]) -> Table:
@@ -110,6 +136,7 @@ def page(results: Sequence[Result], *, threads: int, quick: bool, load: Sequence
     columns = ("what", "against", *NUMBERS)
     rows = [columns, ["---"] * len(columns)]
     rows += [(result.row.what, result.row.against, *numbers(result)) for result in results]
+    reasons = dict.fromkeys(result.reason for result in results if result.measurement is None)
     warnings = []
     if quick:
         warnings.append("**A quick run:** its few pairs say that the rows run, not what they are.")
@@ -122,5 +149,7 @@ def page(results: Sequence[Result], *, threads: int, quick: bool, load: Sequence
         versions=versions(),
         size=f"{FULL.layers} layers, hidden {FULL.hidden}, {FULL.batch} x {FULL.seq} tokens",
         warnings="".join(f"\n{warning}\n" for warning in warnings),
+        vocabulary=VOCABULARY,
+        missing="".join(f"\n**Not measured:** {reason}.\n" for reason in reasons),
         table="\n".join("| " + " | ".join(row) + " |" for row in rows),
     )

@@ -1,7 +1,9 @@
 """Runs the benchmarks, prints their table, and writes docs/benchmarks.md.
 
-`python benchmarks/run.py` runs everything, a quarter of an hour on two idle cores. `--quick` takes few pairs
+`python benchmarks/run.py` runs everything, half an hour on two idle cores. `--quick` takes few pairs
 a row; `--only layer_output` takes the rows whose name contains that, and writes no page.
+TransformerLens needs an environment of its own, which the first run makes (minutes, more than a gigabyte);
+`--peers PATH` names one that has it.
 """
 
 # ruff: noqa: E402 (torch reads the environment when it is imported)
@@ -23,14 +25,17 @@ if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
+import transformers
 import typer
 from rich.console import Console
 
-from benchmarks import forward, loading, report
+from benchmarks import attention, capture, forward, loading, report
+from benchmarks.measure import NotMeasured
 from benchmarks.models import FULL
+from benchmarks.peer import PEERS
 from benchmarks.row import Result, Row
 
-SUITES = (forward, loading)
+SUITES = (forward, attention, capture, loading)
 QUICK = 3
 
 
@@ -47,21 +52,33 @@ def chosen(only: list[str] | None) -> list[Row]:
     return [row for row in rows if not only or any(name in row.name for name in only)]
 
 
+def measured(row: Row, pairs: int) -> Result:
+    """The row's result at full size, or why it cannot be measured here."""
+    try:
+        return Result(row, row.measure(FULL, pairs))
+    except NotMeasured as error:
+        return Result(row, None, str(error))
+
+
 def main(
     quick: Annotated[bool, typer.Option("--quick", help=f"{QUICK} pairs a row.")] = False,
     only: Annotated[list[str] | None, typer.Option(help="Rows whose name contains this; repeatable.")] = None,
     pairs: Annotated[int | None, typer.Option(help="Pairs a row, instead of each row's own number.")] = None,
     threads: Annotated[int, typer.Option(help="Threads that torch computes with.")] = 2,
     page: Annotated[Path | None, typer.Option(help="Where to write the page.")] = None,
+    peers: Annotated[Path | None, typer.Option(help="An environment that has TransformerLens.")] = None,
 ) -> None:
     """Measure Gemloupe against the bare model. Exit status 1 where a bound is clearly missed."""
     torch.set_num_threads(threads)
+    transformers.utils.logging.disable_progress_bar()
+    if peers is not None:
+        os.environ[PEERS] = str(peers.resolve())
     # Where the output is no terminal, rich would fold the table to 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     rows, results = chosen(only), []
     load = [os.getloadavg()[0]]
     for number, row in enumerate(rows, 1):
-        results.append(Result(row, row.measure(FULL, pairs or (QUICK if quick else row.pairs))))
+        results.append(measured(row, pairs or (QUICK if quick else row.pairs)))
         console.print(f"{number}/{len(rows)} {report.line(results[-1])}")
     load.append(os.getloadavg()[0])
     console.print(report.table(results))

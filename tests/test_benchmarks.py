@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
 
-from benchmarks import forward, loading, report, run
+from benchmarks import attention, capture, forward, loading, memory, peer, report, run
 from benchmarks.measure import (
     Measurement,
+    Memory,
+    NotMeasured,
     Sample,
     Side,
     alternate,
     command,
+    insist,
     one_thread,
     python,
     spread,
@@ -26,7 +33,19 @@ from benchmarks.models import FULL, TINY, config_31b, overrides, twins
 from benchmarks.row import Result, Row
 
 PROCESSES = ("tree/first", "import/")
+PEER_ROWS = [each for each in capture.ROWS if each.name.endswith("transformerlens")]
+MEMORY_ROWS = [each for each in attention.ROWS if "/memory-" in each.name]
+FORWARD_ROWS = [
+    each for each in (*forward.ROWS, *attention.ROWS, *capture.ROWS) if each not in (*PEER_ROWS, *MEMORY_ROWS)
+]
 NO_SIZE: Any = None
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread() -> Iterator[None]:
+    """Threads of models this small wait for each other, the longer the busier the machine is."""
+    with one_thread():
+        yield
 
 
 def row(**fields: Any) -> Row:
@@ -42,7 +61,7 @@ def measurement(walls: list[float]) -> Measurement:
 # ---- the rows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("one", forward.ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("one", FORWARD_ROWS, ids=lambda row: row.name)
 def test_a_row_of_one_forward_runs_and_both_sides_agree(one: Row) -> None:
     measured = one.measure(TINY, 1)
     assert len(measured.ours) == len(measured.theirs) == 1
@@ -75,6 +94,12 @@ def test_every_bound_that_was_promised_has_a_row() -> None:
     assert bounds == {
         **{f"{shape}/outside": (1.02, "ratio") for shape in ("31b", "e2b", "26b-a4b")},
         **{f"{shape}/layer_output": (1.05, "ratio") for shape in ("31b", "e2b", "26b-a4b")},
+        **{f"31b/pattern-{which}": (1.10, "ratio") for which in ("sliding", "full", "all")},
+        **{f"31b/memory-{kind}": (1.0, "ratio") for kind in ("sliding", "full")},
+        **{f"{shape}/collect": (1.05, "ratio") for shape in ("31b", "e2b")},
+        **{f"{shape}/collect-transformerlens": (1.0, "ratio") for shape in ("31b", "e2b")},
+        "31b/stop-2": (0.35, "ratio"),  # 3 / 12 + 0.1
+        "31b/stop-8": (0.85, "ratio"),  # 9 / 12 + 0.1
         "tree/directory": (1.0, "seconds"),
         "tree/module": (1.0, "seconds"),
         "import/package": (1.1, "ratio"),
@@ -114,6 +139,194 @@ def test_names_are_unique_and_choose_rows() -> None:
         run.chosen(["outside", "outsid_"])
 
 
+# ---- attention, memory and the early stop ------------------------------------------------------------------
+
+
+def test_the_blocks_whose_pattern_is_read_are_of_their_kinds_and_under_sdpa() -> None:
+    pair = twins("31b", TINY)
+    kinds = pair.bare.config.layer_types
+    found = {kind: attention.last(pair, kind) for kind in attention.KINDS}
+    assert {kind: kinds[block] for kind, block in found.items()} == attention.KINDS
+    implementations = [each.config._attn_implementation for each in (pair.bare, pair.wrapped, pair.eager)]
+    assert implementations == ["sdpa", "sdpa", "eager"]
+    assert pair.nnsight_eager._module.config._attn_implementation == "eager"
+    own = [id(module) for module in (pair.eager, pair.nnsight._module, pair.nnsight_eager._module, pair.bare)]
+    assert len(set(own)) == len(own)
+    assert pair.eager.lm_head.weight is pair.bare.lm_head.weight
+
+
+def test_a_pattern_of_another_block_or_a_forward_that_ran_on_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = twins("31b", TINY)
+    with torch.no_grad():
+        other = attention.read_pattern("sliding")(pair)
+        attention.is_eager_pattern("sliding")(pair, other)
+        with pytest.raises(AssertionError, match="tensor 0 differs"):
+            attention.is_eager_pattern("full")(pair, other)
+        collected = capture.stop_after(8)(pair)
+        capture.is_output_of(8)(pair, collected)
+        with pytest.raises(AssertionError, match="tensor 0 differs"):
+            capture.is_output_of(2)(pair, collected)
+        monkeypatch.setattr(capture, "stop_after", lambda _: lambda pair: pair.wrapped(**pair.inputs))
+        with pytest.raises(AssertionError, match=r"blocks \[0, 1, 2, 3, 4, 5\] ran"):
+            capture.is_output_of(8)(pair, collected)
+
+
+@pytest.mark.parametrize("one", MEMORY_ROWS, ids=lambda row: row.name)
+def test_a_row_of_memory_counts_in_patterns(one: Row) -> None:
+    measured = one.measure(TINY, 2)
+    assert isinstance(measured, Memory)
+    heads = twins("31b", TINY).bare.config.num_attention_heads
+    assert measured.unit == TINY.batch * heads * TINY.seq * TINY.seq * 4
+    # What is kept adds to the peak, and a few patterns at most; a second forward would double it.
+    assert all(0 < ours < 2 * theirs for ours, theirs in zip(measured.ours, measured.theirs, strict=True))
+    assert len(set(measured.ours)) == len(set(measured.theirs)) == 1
+    assert "MiB" in report.numbers(Result(one, measured))[report.NUMBERS.index("ours")]
+
+
+def test_a_peak_is_what_was_held_at_once() -> None:
+
+    def run() -> torch.Tensor:
+        first = torch.zeros(1_000_000)
+        second = torch.zeros(2_000_000)
+        del first
+        return torch.cat([torch.zeros(250_000), second[:250_000]])
+
+    assert memory.peak(run) == 12_000_000
+    assert memory.peak(lambda: torch.softmax(torch.ones(1000, 1000), 0)) == 8_000_000
+    before = torch.zeros(1_000_000)
+    assert memory.peak(lambda: before.add_(torch.zeros(1))) == 4  # held before, so not counted
+    with pytest.raises(AssertionError, match="no allocation"):
+        memory.peak(lambda: None)
+
+
+def test_memory_is_our_peak_above_theirs_in_units() -> None:
+    measured = memory.compare(lambda: torch.zeros(750), lambda: torch.zeros(500), 2, unit=500)
+    assert measured == Memory((3000, 3000), (2000, 2000), 500)
+    assert measured.ratios == [2.0, 2.0]
+    assert Result(row(bound=1.0), measured).held is False
+
+
+# ---- the peer in an environment of its own -----------------------------------------------------------------
+
+STAND_IN = """
+import json, shutil, sys
+print(json.dumps({"weights": WEIGHTS, "versions": VERSIONS}), flush=True)
+for line in sys.stdin:
+    request, _, path = line.strip().partition(" ")
+    if request == "keep":
+        shutil.copy(KEPT, path)
+    elif END:
+        sys.exit("ModuleNotFoundError: No module named 'lens'")
+    print(json.dumps(True if request == "keep" else [0.5, 0.25]), flush=True)
+"""
+
+
+@pytest.fixture
+def stand_in_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A process that answers as the peer does: with these outputs, and this number of weights."""
+
+    def start(kept: list[torch.Tensor], weights: int, *, release: str = "4.3.0", end: bool = False) -> None:
+        torch.save(kept, tmp_path / "kept.pt")
+        values = {"WEIGHTS": weights, "KEPT": str(tmp_path / "kept.pt"), "END": end}
+        values["VERSIONS"] = f"transformer-lens {release}, torch 2.13.0"
+        lines = [f"{name} = {value!r}" for name, value in values.items()]
+        (tmp_path / "server.py").write_text("\n".join(lines) + STAND_IN)
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / "python").unlink(missing_ok=True)
+        (tmp_path / "bin" / "python").symlink_to(sys.executable)
+        monkeypatch.setattr(peer, "SERVER", tmp_path / "server.py")
+        monkeypatch.setenv(peer.PEERS, str(tmp_path))
+
+    return start
+
+
+def right_answer() -> tuple[list[torch.Tensor], int]:
+    pair = twins("31b", TINY)
+    with torch.no_grad():
+        kept = forward.hook_outputs(pair)
+    return kept, sum(weight.numel() for weight in pair.bare.parameters())
+
+
+@pytest.mark.skipif(peer.PEERS not in os.environ, reason=f"{peer.PEERS} names no environment of the peer")
+@pytest.mark.parametrize("one", PEER_ROWS, ids=lambda row: row.name)
+def test_the_peer_itself_agrees_and_is_timed(one: Row) -> None:
+    measured = one.measure(TINY, 2)
+    assert isinstance(measured, Measurement)
+    assert all(sample.wall > 0 for sample in (*measured.ours, *measured.theirs))
+
+
+def test_the_peer_is_asked_a_call_at_a_time_and_timed_by_itself(stand_in_peer: Callable[..., None]) -> None:
+    stand_in_peer(*right_answer())
+    measured = PEER_ROWS[0].measure(TINY, 3)
+    assert isinstance(measured, Measurement)
+    assert measured.theirs == (Sample(0.5, 0.25),) * 3
+    assert all(0 < sample.wall != 0.5 for sample in measured.ours)
+
+
+def test_a_peer_that_computes_something_else_is_not_measured(stand_in_peer: Callable[..., None]) -> None:
+    kept, weights = right_answer()
+    stand_in_peer([*kept[:-1], kept[-1] + 0.01], weights)
+    with pytest.raises(AssertionError, match="tensor 5 differs"):
+        PEER_ROWS[0].measure(TINY, 1)
+    stand_in_peer(kept, weights + 1)
+    with pytest.raises(AssertionError, match=f"TransformerLens has {weights + 1} weights"):
+        PEER_ROWS[0].measure(TINY, 1)
+
+
+def test_a_peer_that_ends_is_not_measured_and_says_why(stand_in_peer: Callable[..., None]) -> None:
+    stand_in_peer(*right_answer(), end=True)
+    with pytest.raises(NotMeasured, match=r"process ended: ModuleNotFoundError: No module named 'lens'$"):
+        PEER_ROWS[0].measure(TINY, 1)
+
+
+def test_another_release_of_the_peer_is_not_measured(stand_in_peer: Callable[..., None]) -> None:
+    stand_in_peer(*right_answer(), release="4.30.0")
+    with pytest.raises(NotMeasured, match=r"4\.3 is compared with, not transformer-lens 4\.30\.0, torch"):
+        PEER_ROWS[0].measure(TINY, 1)
+
+
+def test_a_peer_without_an_environment_is_not_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(peer.PEERS, str(tmp_path))
+    with pytest.raises(NotMeasured, match=f"no environment for TransformerLens at {tmp_path}"):
+        PEER_ROWS[0].measure(TINY, 1)
+
+
+def test_an_environment_that_cannot_be_made_is_a_reason_and_is_not_taken_for_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(peer.PEERS, raising=False)
+    monkeypatch.setattr(peer, "OWN", tmp_path / "own")
+    fails = "import sys; sys.exit('noise\\nERROR: No matching distribution found')"
+    monkeypatch.setattr(peer, "make", lambda place: peer.run([sys.executable, "-c", fails]))
+    for _ in range(2):
+        with pytest.raises(
+            NotMeasured, match=r"cannot be made: ERROR: No matching distribution found\. Name"
+        ):
+            peer.environment()
+    monkeypatch.setattr(peer, "make", lambda place: place.mkdir())
+    assert peer.environment() == tmp_path / "own"
+    monkeypatch.setattr(peer, "make", lambda place: pytest.fail("made twice"))
+    assert peer.environment() == tmp_path / "own"
+
+
+def test_a_row_that_cannot_be_measured_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(_size: Any, _pairs: int) -> Measurement:
+        raise NotMeasured("there is no network")
+
+    result = run.measured(Row("suite/name", "what", "against", measure, bound=1.0), 1)
+    assert (result.held, result.sure) == (None, True)
+    assert report.line(result) == "suite/name: not measured: there is no network"
+    page = report.page([result, result], threads=2, quick=False, load=[0.0])
+    assert "| what | against | 1.000 | not measured |" in page
+    assert page.count("**Not measured:** there is no network.") == 1
+    assert len({line.count("|") for line in page.splitlines() if line.startswith("| ")}) == 1
+    assert report.table([result]).row_count == 1
+
+
 # ---- the measurement ---------------------------------------------------------------------------------------
 
 
@@ -140,11 +353,20 @@ def test_sides_that_do_different_work_are_not_compared(others: list[torch.Tensor
     assert gc.get_freeze_count() == 0
 
 
+def test_tensors_are_equal_bit_for_bit_or_within_a_tolerance() -> None:
+    one, near, far = (torch.ones(2) + shift for shift in (0.0, 1e-6, 1e-2))
+    insist(one, one.clone())
+    insist([one], [near], 1e-5)
+    for other, tolerance in ((near, 0.0), (far, 1e-5), (torch.ones(1), 1e-5), (one * torch.nan, 1e-5)):
+        with pytest.raises(AssertionError, match="tensor 0 differs"):
+            insist(one, other, tolerance)
+
+
 def test_one_thread_is_undone() -> None:
-    before = torch.get_num_threads()
+    torch.set_num_threads(2)  # the fixture puts back what it found
     with one_thread():
         assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
 
 
 def test_a_process_is_timed_and_finds_the_package() -> None:
