@@ -24,7 +24,7 @@ from .notices import warn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Ledger", "StandardInterleaver", "running"]
+__all__ = ["Ledger", "StandardInterleaver", "owner", "running"]
 
 
 def running(interleaver: Any) -> Mediator | None:
@@ -71,7 +71,7 @@ def same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return alike and same_memory(one, other) and one.storage_offset() == other.storage_offset()
 
 
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
+def owner(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose life a view shares: a slice of the view keeps it alive, and not the view."""
     return tensor if tensor._base is None else tensor._base
 
@@ -111,7 +111,7 @@ class Ledger:
     """The bookkeeping of one run, shared by all its workers."""
 
     def __init__(self, interleaver: StandardInterleaver) -> None:
-        self._owner = weakref.ref(interleaver)
+        self._interleaver = weakref.ref(interleaver)
         self._states: dict[Mediator, WorkerState] = {}
         self._watched: list[Watched] = []
         self.contributions: tuple[Any, torch.Tensor] | None = None
@@ -119,9 +119,9 @@ class Ledger:
 
     def waiting(self) -> list[torch.Tensor]:
         """The views whose moment has not ended: some worker's write-back still waits for them."""
-        owner = self._owner()
+        interleaver = self._interleaver()
         views: list[Any] = []
-        for mediator in owner.mediators if owner is not None else ():
+        for mediator in interleaver.mediators if interleaver is not None else ():
             if mediator.transform is not None:
                 view = mediator.transform.view
                 views.extend(view if isinstance(view, tuple) else (view,))
@@ -144,7 +144,7 @@ class Ledger:
             return
         now = version(tensor)
         if now is not None:
-            self._watched.append(Watched(weakref.ref(_owner(tensor)), now, name))
+            self._watched.append(Watched(weakref.ref(owner(tensor)), now, name))
 
     def holds(self, tensor: torch.Tensor, name: str) -> bool:
         """Whether this memory was handed out under a name other than `name`, and is still held."""
@@ -158,8 +158,8 @@ class Ledger:
 
     def changed(self, tensor: Any) -> bool:
         """Whether a tensor was edited in place since it was handed out."""
-        owner = _owner(tensor)
-        return any(known is owner and entry.version != version(known) for known, entry in self._alive(RECENT))
+        whole = owner(tensor)
+        return any(known is whole and entry.version != version(known) for known, entry in self._alive(RECENT))
 
     def settle(self, *tensors: Any) -> bool:
         """End the moment of `tensors`: accept what was done to them, and say whether anything was.
@@ -191,7 +191,7 @@ class Ledger:
                 )
 
     def _trusted(self) -> bool:
-        mediator = running(self._owner())
+        mediator = running(self._interleaver())
         return mediator is not None and self.of(mediator).trusted
 
     def _alive(self, latest: int = 0) -> Iterator[tuple[torch.Tensor, Watched]]:

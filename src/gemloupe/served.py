@@ -265,11 +265,13 @@ class Served(eproperty):
             # The piece, which is kept, shares its version counter with the view, which may not be.
             obj.interleaver.ledger.watch(self.piece.take(raw), name)
             return self.view(obj, raw)
+        self._leave(obj, mediator, state)
         if self.moment is not None:
             self._capture(obj, mediator, state, location)
         value = super().__get__(obj)
         if self.moment is not None:
             state.captured[(location, visit)] = state.raw
+        state.raw = None  # not to be kept for the rest of the forward
         obj.interleaver.ledger.watch(value, name)
         return value
 
@@ -355,6 +357,7 @@ class Served(eproperty):
         location = self._location(obj)
         if self._is_late(obj, mediator, state, location):
             raise OutOfOrder(late_text(name, state.last, "write"))
+        self._leave(obj, mediator, state)
         if self.moment is not None:
             self._capture(obj, mediator, state, location)
         raw = Mediator.value(location)
@@ -405,6 +408,12 @@ class Served(eproperty):
 
     def _is_late(self, obj: Any, mediator: Mediator, state: Any, location: str) -> bool:
         return mediator.occurrence(location) > self._visit(obj, mediator, state)
+
+    def _leave(self, obj: Any, mediator: Mediator, state: Any) -> None:
+        """The worker goes on from the attention call it may stand at, which need keep nothing more for it."""
+        if state.call is not None and not state.call.over:
+            mediator.flush()  # what it edited there goes back first
+            state.call.release()
 
     def _capture(self, obj: Any, mediator: Mediator, state: Any, location: str) -> None:
         """Keep what the earlier locations of this value's moment hold, as the forward passes them."""

@@ -103,8 +103,8 @@ def keep_prompt(model: Any) -> SideWorker:
 
     def task() -> None:
         for _ in steps(model, None):
-            # All it is given but the last, `logits_to_keep`.
-            args, _kwargs = Mediator.value(f"{place}.input")
-            Mediator.skip(f"{place}.skip", args[:-1])
+            # All it is given but the last, `logits_to_keep`; under no name, which would keep it for the
+            # rest of the forward.
+            Mediator.skip(f"{place}.skip", Mediator.value(f"{place}.input")[0][:-1])
 
     return SideWorker(task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from itertools import permutations
 
 import nnsight
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gemloupe.errors import LateEdit, OutOfOrder
+from gemloupe.ledger import owner
 from tests.attention.values import CALL, OWN, attention, of_block, with_heads
 from tests.core.models import Case, ids
 from tests.core.places import reading
@@ -290,3 +292,58 @@ def test_scores_follow_the_last_of_several_writes():
         if not torch.allclose(scores, wanted.where(scores > -1e30, scores), rtol=1e-4, atol=1e-4):
             wrong.append(writes)
     assert wrong == []
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", CALL)
+def test_a_value_of_the_call_that_comes_after_something_else_is_too_late(name, grad):
+    """Whether or not somebody still holds the tensor."""
+    model = Case("e2b").model()
+    late = rf"read of layers\[3\]\.self_attn\.{name} comes too late, after layers\[4\]\.layer_input"
+    with torch.set_grad_enabled(grad), pytest.raises(OutOfOrder, match=late):
+        with model.trace(ids(8)):
+            attention(model, 3).attention_queries
+            model.layers[4].layer_input
+            getattr(attention(model, 3), name)
+
+
+def test_what_was_edited_before_a_barrier_stands_when_more_is_read_after_it():
+    model = Case("e2b").model()
+
+    def logits(*, pause: bool) -> Tensor:
+        found: list[Tensor] = []
+        with torch.no_grad():
+            with model.trace() as tracer:
+                barrier = tracer.barrier(2)
+                with tracer.invoke(ids(8)):
+                    attention(model, 3).attention_keys[:] *= 2
+                    if pause:
+                        barrier()
+                        attention(model, 3).attention_queries
+                    found.append(model.logits.save())
+                with tracer.invoke(ids(8)):
+                    if pause:
+                        barrier()
+                    found.append(model.logits.save())
+        return torch.cat(found)
+
+    wanted = logits(pause=False)
+    assert not torch.equal(*wanted)
+    assert torch.equal(logits(pause=True), wanted)
+
+
+@pytest.mark.parametrize("name", ["attention_probabilities", "attention_scores", "attention_head_outputs"])
+@pytest.mark.parametrize("batched", [False, True])
+def test_the_call_s_tensors_are_not_kept_for_the_rest_of_the_forward(name, batched):
+    model = Case("12b").model()
+    alive: list[bool] = []
+    with torch.no_grad():
+        with model.trace() as tracer:
+            for row in (ids(8), ids(5))[: 1 + batched]:
+                with tracer.invoke(row):
+                    getattr(attention(model, 3), name).save()
+            with tracer.invoke():
+                queries = weakref.ref(owner(attention(model, 3).attention_queries))
+                model.layers[5].layer_output
+                alive.append(nnsight.save(queries() is not None))
+    assert alive == [False]

@@ -11,6 +11,7 @@ own output stands, bit for bit; where a gradient is wanted it flows through the 
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from nnsight.intervention.eproperty import WriteBack
 from nnsight.intervention.interleaver import Event, Mediator, Pending
 
 from ..errors import OutOfOrder
-from ..ledger import version
+from ..ledger import owner, version
 from ..served import Served, late_text, marked
 from .mixing import Mask, heads_of, pattern_from, pattern_of, read_mask, scores_of
 
@@ -42,22 +43,53 @@ class StraightThrough(torch.autograd.Function):
         return None, gradients[0]
 
 
+class Gone(Exception):
+    """A tensor of a call that is over: the forward has let go of it."""
+
+
+class Loan:
+    """A tensor that is held only as long as somebody else holds it, or what it is a view of."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.owner = weakref.ref(owner(tensor))
+        self.itself = weakref.ref(tensor)
+        self.layout = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def __call__(self) -> torch.Tensor | None:
+        """The tensor, or `None` where it is gone."""
+        tensor, whole = self.itself(), self.owner()
+        if tensor is not None or whole is None:
+            return tensor
+        return whole.as_strided(*self.layout)
+
+
 class AttentionCall:
-    """One call of one block, as one worker sees it."""
+    """One call of one block, as one worker sees it.
+
+    While the worker stands before the call its tensors are held here. After that they are on loan: a
+    query that nobody else needs is not to be kept for the rest of the forward.
+    """
 
     def __init__(self, host: Any, visit: int, raw: tuple, rows: slice) -> None:
         self.host = host
         self.visit = visit
         self.rows = rows
-        self.raw = raw
-        self.args, self.kwargs = raw
+        self.over = False
+        """The worker has gone on to something else than this call."""
+        self.raw: tuple | None = raw
+        args, self.kwargs = raw
+        self.module, self.rest = args[0], args[4:]
+        self.given: dict[str, Any] = {role: args[index] for role, index in _ARGUMENT.items()}
+        """The call's queries, keys and values, or loans of them."""
+        self.lent: dict[str, Loan] = {}
+        """What was served and not edited, of a call that has been made."""
+        self.edited: set[str] = set()
+        """The roles whose edits have gone back."""
         self.held: dict[str, torch.Tensor] = {}
         """What was served, by role; keys and values are copies of this worker's own."""
         self.computed_from: dict[str, tuple] = {}
         """The state of queries and keys that scores and pattern were computed from."""
-        self.born: dict[str, int | None] = {
-            role: version(self.args[index]) for role, index in _ARGUMENT.items()
-        }
+        self.born: dict[str, int | None] = {role: version(value) for role, value in self.given.items()}
         self.writes: dict[str, int] = {}
         """How often each role was assigned."""
         self.followed: tuple | None = None
@@ -71,9 +103,10 @@ class AttentionCall:
 
     def get(self, role: str) -> torch.Tensor:
         """The value of a role as it stands, edits of this moment included."""
+        self._recall()
         if role in _ARGUMENT:
             if role not in self.held:
-                value = self.args[_ARGUMENT[role]]
+                value = self._given(role)
                 self.held[role] = value if role == "queries" else value.clone()
                 self.born[role] = version(self.held[role])
             return self.held[role]
@@ -86,7 +119,8 @@ class AttentionCall:
                 self.born["scores"] = version(self.held["scores"])
             return self.held["scores"]
         if "pattern" not in self.held or self._outdated():
-            if torch.is_grad_enabled() and (self.args[1].requires_grad or self.args[2].requires_grad):
+            wanted = self._given("queries").requires_grad or self._given("keys").requires_grad
+            if torch.is_grad_enabled() and wanted:
                 self.get("scores")  # the gradient reaches the pattern through the scores, read or not
             known = self.held.get("scores")
             pattern = pattern_from(*self._inputs()) if known is None else pattern_of(known)
@@ -135,11 +169,11 @@ class AttentionCall:
     def _inputs(self) -> tuple[torch.Tensor, torch.Tensor, float, Mask]:
         """Queries, keys, scaling and mask, as they stand."""
         # Where a gradient is wanted, from the copy that keys are served as, now or later.
-        keys = self.get("keys") if self.args[2].requires_grad else self._current("keys")
+        keys = self.get("keys") if self._given("keys").requires_grad else self._current("keys")
         queries = self._current("queries")
-        mask = self.args[4] if len(self.args) > 4 else self.kwargs.get("attention_mask")
-        module = self.args[0]
-        causal = module.config._attn_implementation != "eager" and getattr(module, "is_causal", True)
+        mask = self.rest[0] if self.rest else self.kwargs.get("attention_mask")
+        eager = self.module.config._attn_implementation == "eager"
+        causal = not eager and getattr(self.module, "is_causal", True)
         self._remember()
         visible = read_mask(mask, queries, keys, causal=causal, rows=self.rows)
         return queries, keys, self.kwargs.get("scaling", 1.0), visible
@@ -158,14 +192,24 @@ class AttentionCall:
         return own
 
     def _current(self, role: str) -> torch.Tensor:
-        return self.held[role] if role in self.held else self.args[_ARGUMENT[role]]
+        return self.held[role] if role in self.held else self._given(role)
+
+    def _given(self, role: str) -> torch.Tensor:
+        value = self.given[role]
+        tensor = value() if isinstance(value, Loan) else value
+        if tensor is None:
+            raise Gone
+        return tensor
 
     def _remember(self) -> None:
         self.computed_from = {role: self._state(role) for role in ("queries", "keys")}
 
     def _state(self, role: str) -> tuple:
         """What tells one state of a role from another: how often it was assigned, and its version."""
-        current = self.held[role] if role in self.held else self._current(role)
+        try:
+            current = self._current(role)
+        except Gone:
+            return self.computed_from[role]
         return self.writes.get(role, 0), version(current) != self.born[role] and version(current)
 
     def _stale(self) -> bool:
@@ -179,7 +223,7 @@ class AttentionCall:
         return moved
 
     def _edited(self, role: str) -> bool:
-        if role in self.writes:
+        if role in self.writes or role in self.edited:
             return True
         return self.host.interleaver.ledger.changed(self.held[role])
 
@@ -205,6 +249,11 @@ class AttentionCall:
 
     def finish(self) -> Any:
         """What goes back at the location of `back`: the call's inputs, or its output."""
+        result = self._settled()
+        self.lend()
+        return result
+
+    def _settled(self) -> Any:
         stale = self.mixes and self._stale()
         self._outdated()
         edited = {role for role in self.held if self._edited(role)}
@@ -214,10 +263,11 @@ class AttentionCall:
                 f"{self._name('attention_queries')} or attention_keys was edited after an earlier block "
                 f"of code (an edit of the model, or another invoke) fixed the scores or the pattern."
             )
+        self.edited |= edited
         args = self._arguments(edited)
         if not self.mixes:
-            return self.raw if args is self.args else (args, self.kwargs)
-        if args is not self.args:
+            return self._whole() if args is None else (args, self.kwargs)
+        if args is not None:
             self._at("input", Event.SWAP, (args, self.kwargs))
         follows = edited & {"scores", "pattern"}
         if self.inherited and "values" in edited and not follows:
@@ -239,21 +289,59 @@ class AttentionCall:
         weights = pattern if rest and rest[0] is not None else None
         return (mixed, weights, *rest[1:])
 
+    def lend(self) -> None:
+        """Hold no more than what was edited, which nobody else may hold; the rest while others do."""
+        self.raw = None
+        for role, value in self.given.items():
+            if not isinstance(value, Loan) and not value.requires_grad:
+                self.given[role] = Loan(value)
+        for role, value in list(self.held.items()):
+            if role not in self.edited and not value.requires_grad:
+                self.lent[role] = Loan(self.held.pop(role))
+
+    def _recall(self) -> None:
+        """Hold again what is still there of what was lent."""
+        for role, loan in self.lent.items():
+            value = loan()
+            if value is not None:
+                self.held[role] = value
+            elif role in _ARGUMENT:  # the copy is gone, and the call's own is what it was a copy of
+                self.born[role] = version(self._given(role))
+        self.lent.clear()
+
+    def release(self) -> None:
+        """The worker has gone on to something else: hold nothing."""
+        self.over = True
+        self.raw = None
+        for kept in (self.given, self.lent, self.held, self.computed_from):
+            kept.clear()
+        self.inherited = []
+
+    def _whole(self) -> tuple:
+        """The call's inputs as they were."""
+        if self.raw is not None:
+            return self.raw
+        return (self.module, *(self._given(role) for role in _ARGUMENT), *self.rest), self.kwargs
+
     def _pattern(self, edited: set[str]) -> torch.Tensor:
         if "pattern" not in self.held or ("pattern" not in edited and self._outdated()):
             self.held["pattern"] = pattern_of(self.held["scores"])
         return self.held["pattern"]
 
-    def _arguments(self, edited: set[str]) -> tuple:
-        args = self.args
-        for role, index in _ARGUMENT.items():
-            value = self.held.get(role)
-            if value is None or value is args[index]:
-                continue
-            # A copy that carries a gradient goes back unedited too, to be on the path to the logits.
-            if role in edited or value.requires_grad:
-                args = (*args[:index], value, *args[index + 1 :])
-        return args
+    def _arguments(self, edited: set[str]) -> tuple | None:
+        """The call's inputs as they go back, or `None` where none changed."""
+        # A copy that carries a gradient goes back unedited too, to be on the path to the logits.
+        new = {
+            role: value
+            for role, value in self.held.items()
+            if role in _ARGUMENT and (role in edited or value.requires_grad) and value is not self.given[role]
+        }
+        if not new:
+            return None
+        args = list(self._whole()[0])
+        for role, value in new.items():
+            args[_ARGUMENT[role]] = value
+        return tuple(args)
 
     def _at(self, end: str, event: Event, *value: Any) -> Any:
         """Ask for a location at this call's own visit, whichever step the worker has moved on to."""
@@ -278,6 +366,11 @@ class HeadOutputs(Served):
         entrance = obj.location(f"{CALL}.input")
         if mediator.occurrence(entrance) <= visit and not _is_call(state.call, obj, visit):
             state.call = open_call(obj, mediator, visit, Mediator.value(entrance))
+            state.call.lend()
+
+    def _leave(self, obj: Any, mediator: Mediator, state: Any) -> None:
+        if not _is_call(state.call, obj, self._visit(obj, mediator, state)):
+            super()._leave(obj, mediator, state)
 
 
 def open_call(host: Any, mediator: Mediator, visit: int, raw: tuple) -> AttentionCall:
@@ -310,12 +403,17 @@ class AtCall(Served):
 
     def _read(self, obj: Any, mediator: Mediator, state: Any, name: str) -> Any:
         call, late = self._call(obj, mediator, state, name, "read")
-        value = call.get(self.role)
         ledger = obj.interleaver.ledger
         if late:
-            # The call is over: what it was given is still known, and editing it comes too late.
+            # The call is over: what it was given may still be known, and editing it comes too late.
+            try:
+                value = call.get(self.role)
+            except Gone:
+                raise OutOfOrder(late_text(name, state.last, "read")) from None
+            call.lend()
             ledger.watch(value, name)
             return value
+        value = call.get(self.role)
         ledger.watch(value, name)
         mediator.transform = call.back(self)
         return marked(value, own=False)
@@ -341,7 +439,7 @@ class AtCall(Served):
         call = state.call
         known = _is_call(call, obj, visit)
         if self._is_late(obj, mediator, state, location):
-            if not known:
+            if not known or call.over:
                 raise OutOfOrder(late_text(name, state.last, what))
             return call, True
         if known:

@@ -91,17 +91,17 @@ def pattern_from(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask
     if blind is not None and (is_fake(blind) or not bool(blind.any())):
         blind = None
     for head in range(heads):
-        scores = queries[:, head].matmul(keys[:, head // group].transpose(-1, -2))
+        scores = pattern[:, head]
+        scores.copy_(queries[:, head].matmul(keys[:, head // group].transpose(-1, -2)))
         if scaling != 1.0:
             scores *= scaling
         if mask.added is not None:
             scores += _of_head(mask.added, head)
         elif mask.visible is not None:
             scores.masked_fill_(~_of_head(mask.visible, head), -torch.inf)
-        shares = torch.softmax(scores, dim=-1, dtype=torch.float32)
+        scores.copy_(torch.softmax(scores, dim=-1, dtype=torch.float32))
         if blind is not None:
-            shares.masked_fill_(_of_head(blind, head), 0.0)
-        pattern[:, head] = shares
+            scores.masked_fill_(_of_head(blind, head), 0.0)
     return pattern
 
 
