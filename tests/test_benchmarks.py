@@ -95,7 +95,12 @@ def test_every_bound_that_was_promised_has_a_row() -> None:
         **{f"{shape}/outside": (1.02, "ratio") for shape in ("31b", "e2b", "26b-a4b")},
         **{f"{shape}/layer_output": (1.05, "ratio") for shape in ("31b", "e2b", "26b-a4b")},
         **{f"31b/pattern-{which}": (1.10, "ratio") for which in ("sliding", "full", "all")},
-        **{f"31b/memory-{kind}": (1.0, "ratio") for kind in ("sliding", "full")},
+        **{
+            f"{shape}/memory-{kind}": (1.01, "ratio")
+            for shape in ("31b", "e2b")
+            for kind in ("sliding", "full")
+        },
+        "31b/memory-trace": (1.0, "ratio"),
         **{f"{shape}/collect": (1.05, "ratio") for shape in ("31b", "e2b")},
         **{f"{shape}/collect-transformerlens": (1.0, "ratio") for shape in ("31b", "e2b")},
         "31b/stop-2": (0.35, "ratio"),  # 3 / 12 + 0.1
