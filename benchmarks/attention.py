@@ -21,8 +21,8 @@ from benchmarks.row import Row
 __all__ = ["ROWS"]
 
 TOLERANCE: Final = 5e-4
-"""How far a pattern may be from eager attention's: float32, summed in another order, twelve blocks deep. Another
-block's pattern differs by nearly one."""
+"""How far a pattern may be from eager attention's: float32, summed in another order, twelve blocks deep.
+Another block's pattern differs by nearly one."""
 NAMES: Final = {"31b": "dense", "e2b": "E2B-like"}
 KINDS: Final = {"sliding": "sliding_attention", "full": "full_attention"}
 
