@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from nnsight.intervention.batching import Batcher, BatchGroup
 
+from .arguments import check_inputs, check_keywords
+
 __all__ = ["StandardBatcher"]
 
 
@@ -37,6 +39,16 @@ def is_rows_of(full: torch.Tensor, start: int, size: int, rows: torch.Tensor) ->
 
 class StandardBatcher(Batcher):
     """nnsight's batcher, in which what was not changed keeps its identity."""
+
+    def add(self, *inputs: Any, **kwargs: Any) -> BatchGroup:
+        check_inputs(inputs)
+        return super().add(*inputs, **kwargs)
+
+    def assemble(self, fn: Any) -> tuple:
+        args, kwargs = super().assemble(fn)
+        if getattr(fn, "__name__", "") == "_call":
+            check_keywords(self.envoy._module.forward, kwargs)
+        return args, kwargs
 
     def widen(self, full: Any, group: BatchGroup, edited: Any) -> Any:
         if not self.batching or group is None or edited is full:

@@ -83,6 +83,10 @@ class Watched:
     tensor: weakref.ref
     version: int
     name: str
+    after: str | None = None
+    """The value whose read had moved the forward past this one, which was read all the same."""
+    held: torch.Tensor | None = None
+    """The tensor itself, where nobody else may hold it when it is next looked at."""
 
 
 @dataclass
@@ -105,6 +109,22 @@ class WorkerState:
     def anchor(self, location: str) -> Any:
         """What the anchor of the present moment held, or `None` where it had passed."""
         return None if self.moment is None else self.captured.get((location, self.moment[2]))
+
+
+def late_edit_text(watched: Watched) -> str:
+    """What is said of an edit that comes after its moment."""
+    name, after = watched.name, watched.after
+    if after is not None and after != name:
+        return (
+            f"{name} was edited in place after {after} was read: the forward had passed it by then, so the "
+            f"edit cannot reach the model.\nEdit {name} before {after} is read; to compute with it instead, "
+            f"work on a copy: `x = ....clone()`."
+        )
+    return (
+        f"{name} was edited in place after the forward had moved on, so the edit cannot reach the model.\n"
+        f"Edit it right after reading it, before anything else is read; to compute with it instead, work on "
+        f"a copy: `x = ....clone()`."
+    )
 
 
 class Ledger:
@@ -138,13 +158,19 @@ class Ledger:
         """The states of all workers of the run so far."""
         return list(self._states.values())
 
-    def watch(self, tensor: Any, name: str) -> None:
-        """Remember a tensor that was handed out under `name`."""
+    def watch(self, tensor: Any, name: str, *, after: str | None = None) -> None:
+        """Remember a tensor that was handed out under `name`.
+
+        `after`: the forward had passed it, by the read of that value. No write-back waits for it, so an
+        edit of it is one too late, also where the tensor was given no name
+        (`model....attention_keys[:] = 0`) and would be gone by the time that edits are looked for.
+        """
         if not isinstance(tensor, torch.Tensor) or self._trusted():
             return
         now = version(tensor)
         if now is not None:
-            self._watched.append(Watched(weakref.ref(owner(tensor)), now, name))
+            held = None if after is None else tensor
+            self._watched.append(Watched(weakref.ref(owner(tensor)), now, name, after, held))
 
     def holds(self, tensor: torch.Tensor, name: str) -> bool:
         """Whether this memory was handed out under a name other than `name`, and is still held."""
@@ -182,13 +208,10 @@ class Ledger:
         Looks at the latest `RECENT` of them, or at `all`.
         """
         for tensor, watched in self._alive(0 if all else RECENT):
+            watched.held = None
             if version(tensor) != watched.version and not any(same_memory(tensor, v) for v in self.waiting()):
                 self._watched = [entry for entry in self._watched if entry is not watched]
-                raise LateEdit(
-                    f"{watched.name} was edited in place after the forward had moved on, so the edit "
-                    f"cannot reach the model.\nEdit it right after reading it, before anything else is "
-                    f"read; to compute with it instead, work on a copy: `x = ....clone()`."
-                )
+                raise LateEdit(late_edit_text(watched))
 
     def _trusted(self) -> bool:
         mediator = running(self._interleaver())

@@ -250,9 +250,7 @@ class Served(eproperty):
         state = obj.interleaver.ledger.of(mediator)
         state.asked = name = self.path_on(obj)
         with _translated(mediator, name):
-            value = self._read(obj, mediator, state, name)
-        state.last = name
-        return value
+            return self._read(obj, mediator, state, name)
 
     def _read(self, obj: Any, mediator: Mediator, state: Any, name: str) -> Any:
         """The value, for the worker that is running."""
@@ -262,9 +260,9 @@ class Served(eproperty):
             if (location, visit) not in state.captured:
                 raise OutOfOrder(late_text(name, state.last, "read"))
             raw = state.captured[(location, visit)]
-            # The piece, which is kept, shares its version counter with the view, which may not be.
-            obj.interleaver.ledger.watch(self.piece.take(raw), name)
-            return self.view(obj, raw)
+            value = self.view(obj, raw)
+            obj.interleaver.ledger.watch(value, name, after=state.last)
+            return value
         self._leave(obj, mediator, state)
         if self.moment is not None:
             self._capture(obj, mediator, state, location)
@@ -272,6 +270,7 @@ class Served(eproperty):
         if self.moment is not None:
             state.captured[(location, visit)] = state.raw
         state.raw = None  # not to be kept for the rest of the forward
+        state.last = name
         obj.interleaver.ledger.watch(value, name)
         return value
 

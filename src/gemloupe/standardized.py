@@ -11,6 +11,7 @@ from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
 
 from . import capture, generation, lens, steering, support
+from .arguments import check_inputs
 from .batching import StandardBatcher
 from .envoys.base import StandardEnvoy
 from .envoys.root import Root
@@ -178,6 +179,7 @@ class StandardizedTransformer(Root, TransformersModel):
         `full_prefill=False` asks for transformers' fast path, in which the blocks that borrow keys and
         values (E2B, E4B) run on the last prompt position alone.
         """
+        check_inputs(inputs)
         if kwargs.get("tracer_cls") is None:
             kwargs["tracer_cls"] = StandardTracer
         return super().trace(*inputs, **kwargs)

@@ -24,6 +24,9 @@ from .errors import BadArgument
 __all__ = ["StandardTracer", "Steps"]
 
 
+_RESULT: Any = vars(InterleavingTracer)["result"]
+
+
 class Steps(Iterations):
     """`tracer.iter[...]` and `tracer.all()`: the steps of a generation, one after the other."""
 
@@ -88,6 +91,19 @@ class StandardTracer(InterleavingTracer):
     def barrier(self, n: int) -> Meeting:
         """A meeting point for `n` of this trace's invokes, each of which calls it."""
         return Meeting(n)
+
+    @property
+    def result(self) -> Any:
+        """What the call returns, when it is over: token ids in `generate`."""
+        value = _RESULT.__get__(self, type(self))
+        worker: Any = getcurrent()
+        mediator = worker.mediator()
+        mediator.interleaver.ledger.of(mediator).last = "tracer.result, which waits for the end of the call"
+        return value
+
+    @result.setter
+    def result(self, value: Any) -> None:
+        _RESULT.__set__(self, value)
 
     @property
     def iter(self) -> Steps:

@@ -347,3 +347,16 @@ def test_the_call_s_tensors_are_not_kept_for_the_rest_of_the_forward(name, batch
                 model.layers[5].layer_output
                 alive.append(nnsight.save(queries() is not None))
     assert alive == [False]
+
+
+@pytest.mark.parametrize("name", CALL[:-1])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("last", [True, False], ids=["at the end", "before more"])
+def test_an_edit_after_the_head_outputs_is_refused_though_the_tensor_has_no_name(name, kernel, last):
+    model = Case("e2b", attention=kernel).model()
+    with torch.no_grad(), pytest.raises(LateEdit, match=rf"self_attn\.{name} was edited in place after"):
+        with model.trace(ids(8)):
+            attention(model, 3).attention_head_outputs
+            getattr(attention(model, 3), name)[..., -1] = 0
+            if not last:
+                model.logits.save()

@@ -11,7 +11,7 @@ import torch
 from nnsight.intervention.envoy import Envoy
 from nnsight.intervention.source import SourceNotAvailable
 
-from ..errors import NoSuchBlock, Unavailable, UnknownName, UnsupportedRelease
+from ..errors import BadWrite, NoSuchBlock, Unavailable, UnknownName, UnsupportedRelease
 from ..served import served_values
 
 if TYPE_CHECKING:
@@ -167,8 +167,17 @@ class StandardEnvoy(Envoy):
             raise UnknownName(lambda: self._unknown(name)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, torch.Tensor) and not hasattr(type(self), name) and not name.startswith("_"):
-            # A tensor under a name that is no value would be kept on the envoy and reach nothing.
+        number = isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
+        if number and not name.startswith("_") and not hasattr(type(self), name):
+            weight = getattr(self.__dict__.get("_module"), name, None)
+            if weight is value:
+                return  # `layer_scalar *= 2`, which has been done
+            if isinstance(weight, torch.Tensor):
+                raise BadWrite(
+                    f"{self._under(name)} is a weight of the model, not a value of a forward, and cannot be "
+                    f"assigned. In place, `model.{self._under(name)}[...] = ...`, it is changed for good."
+                )
+            # A tensor or a number under a name that is no value would be kept here and reach nothing.
             raise UnknownName(self._unknown(name))
         super().__setattr__(name, value)
 

@@ -411,9 +411,10 @@ class AtCall(Served):
             except Gone:
                 raise OutOfOrder(late_text(name, state.last, "read")) from None
             call.lend()
-            ledger.watch(value, name)
+            ledger.watch(value, name, after=state.last)
             return value
         value = call.get(self.role)
+        state.last = name
         ledger.watch(value, name)
         mediator.transform = call.back(self)
         return marked(value, own=False)
