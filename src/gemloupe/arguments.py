@@ -63,7 +63,7 @@ def check_keywords(forward: Any, names: Iterable[str]) -> None:
 
 @cache
 def _read_by_transformers() -> frozenset[str]:
-    from transformers.utils import TransformersKwargs
+    from transformers.utils.generic import TransformersKwargs
 
     return frozenset(TransformersKwargs.__annotations__)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -24,7 +25,7 @@ from .positions import Positions
 from .references import Reference
 from .served import TokenMask
 from .steering import Frame
-from .workers import SideWorker, caller, kept, start_beside, steps
+from .workers import SideWorker, caller, every_step, kept, start_beside, steps
 
 __all__ = ["FORWARD_ORDER", "Collected", "collect", "record"]
 
@@ -263,21 +264,17 @@ def collect(
     `positions` chooses tokens: a number (that axis is dropped; -1 is the last real token), a slice, a list,
     or a boolean mask `[batch seq]` (flat result). `dtype` and `device` say how values are kept. `generate`
     is a number of new tokens or the arguments of `generate`; its steps are joined over absolute positions.
-    `edits(model)` runs inside the trace before anything is captured. The forward stops after the last value
-    asked for. No gradients are kept.
+    `edits(model)` runs inside the trace before anything is captured, in `generate` at every step. The
+    forward stops after the last value asked for. No gradients are kept.
 
     Raises: UnknownName, Unavailable, BadArgument, all before anything runs.
     """
     _refuse_typos(kwargs)
     asked, layouts = _asked(model, values)
-    options = (
-        {}
-        if generate is None
-        else {"max_new_tokens": generate}
-        if isinstance(generate, int)
-        else dict(generate)
-    )
+    options = _generation(generate)
     generating = generate is not None
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise BadArgument(f"collect: dtype is a torch dtype such as torch.float32, not {dtype!r}.")
     if generating and any(layout.name == "Logits" for layout in layouts.values()):
         options.setdefault("logits_to_keep", 0)
     finish = Finish(positions, dtype, device, generating)
@@ -306,7 +303,8 @@ def collect(
         try:
             batcher.add(*given, **kwargs)
             if edits is not None:
-                interleaver.mediators.append(SideWorker(lambda: edits(model)))
+                edit = partial(edits, model)
+                interleaver.mediators.append(SideWorker(every_step(model, edit) if generating else edit))
             interleaver.mediators.append(SideWorker(_trusting(model, task)))
             interleaver.full_prefill = True
             output = model.interleave(
@@ -362,6 +360,19 @@ def record(
 
     start_beside(model, _trusting(model, task), before=False)
     return result
+
+
+def _generation(generate: int | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments of `generate` that `collect` was given."""
+    if generate is None:
+        return {}
+    if isinstance(generate, int) and not isinstance(generate, bool) and generate > 0:
+        return {"max_new_tokens": generate}
+    if isinstance(generate, Mapping):
+        return dict(generate)
+    raise BadArgument(
+        f"collect: generate is a number of new tokens, or the arguments of `generate`, not {generate!r}."
+    )
 
 
 def _check(finish: Finish, verb: str, *, growing: bool) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "LoadError",
     "NeverRan",
     "NoSuchBlock",
+    "NothingEdited",
     "OutOfOrder",
     "OutsideTrace",
     "PromptWarning",
@@ -94,6 +95,10 @@ class NoSuchBlock(GemloupeError, IndexError):
 
 class BadArgument(GemloupeError, ValueError):
     """An argument that cannot be meant: a layer out of range, a vector of the wrong width."""
+
+
+class NothingEdited(UserWarning):
+    """A verb that edits found no token to edit in its call."""
 
 
 class PromptWarning(UserWarning):

@@ -103,6 +103,8 @@ class WorkerState:
     moment: tuple[str, str, int] | None = None
     raw: Any = None
     call: Any = None
+    wrote: str | None = None
+    """A value that was edited outside any loop over steps."""
     trusted: bool = False
     """The worker is the library's own and edits nothing it is served in place."""
 
@@ -200,7 +202,15 @@ class Ledger:
                 if same_memory(other, tensor):
                     watched.version = version(other) or 0
         self.check()
+        if edited:
+            self.wrote(next(entry.name for known, entry in self._alive() if same_memory(known, edited[0])))
         return bool(edited)
+
+    def wrote(self, name: str) -> None:
+        """Note that the running worker edited the value `name`."""
+        mediator = running(self._interleaver())
+        if mediator is not None and self.of(mediator).step is None:
+            self.of(mediator).wrote = name
 
     def check(self, *, all: bool = False) -> None:
         """Raise `LateEdit` for the first tensor that was edited after its moment.
@@ -269,9 +279,11 @@ class StandardInterleaver(Interleaver):
         return stopped
 
     def check_dangling_mediators(self) -> None:
+        self._tell_of_one_step_edits()
+        # The loop of a stored edit is open, and ends with every call.
         looping = [m for m in self.mediators if m.alive and m.iteration != 0]
         # Ending a block ends its loop, so what is said of that is put together before.
-        outrun = {f"'{m.pending}' ": outrun_text(self.ledger.of(m)) for m in looping}
+        outrun = {f"'{m.pending}' ": "" if m.copy else outrun_text(self.ledger.of(m)) for m in looping}
         caught: list[warnings.WarningMessage] = []
         try:
             with warnings.catch_warnings(record=True) as caught:
@@ -280,9 +292,22 @@ class StandardInterleaver(Interleaver):
         finally:
             for warning in caught:
                 text = str(warning.message)
-                ours = next((said for place, said in outrun.items() if text.startswith(place)), None)
-                warn(ours or text, StepsWarning if ours else warning.category)
+                ours = next((said for place, said in outrun.items() if text.startswith(place)), text)
+                if ours:
+                    warn(ours, warning.category if ours is text else StepsWarning)
         self.ledger.check(all=True)
+
+    def _tell_of_one_step_edits(self) -> None:
+        """Warn of a stored edit that a generation made in its first step and in no other."""
+        for mediator in self.mediators if self.generating else ():
+            name = self.ledger.of(mediator).wrote if mediator.copy else None
+            if name is not None and mediator.occurrence(self.entrance) > 1:
+                warn(
+                    f"the edit of {name} that `model.edit()` keeps was made in the first step of this "
+                    f"generation, on the prompt, and not on the new tokens.\nTo make it in every step put it "
+                    f"into a loop, `for step in tracer.iter[:]: ...`, or use `intervene` or `steer`.",
+                    StepsWarning,
+                )
 
     def cancel(self) -> None:
         super().cancel()

@@ -349,6 +349,7 @@ class Served(eproperty):
         with _translated(mediator, name):
             self._write(obj, mediator, state, name, value)
         obj.interleaver.ledger.check()
+        obj.interleaver.ledger.wrote(name)
         state.last = name
 
     def _write(self, obj: Any, mediator: Mediator, state: Any, name: str, value: torch.Tensor) -> None:

@@ -20,14 +20,10 @@ from .ledger import StandardInterleaver
 from .loading import check_weights, read_config, text_config
 from .prompts import CACHES, check_prompt, hides_new_tokens
 from .tokens import find_tokenizer
-from .tracer import StandardTracer
+from .tracer import StandardEditor, StandardTracer
 from .workers import keep_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import torch
-
     from .references import Reference
 
 __all__ = ["StandardizedTransformer"]
@@ -135,40 +131,14 @@ class StandardizedTransformer(Root, TransformersModel):
 
     # -- verbs -----------------------------------------------------------------------------------
 
-    def project_on_vocab(self, hidden: torch.Tensor, cap: bool = True) -> torch.Tensor:
-        """The logit lens: final norm, head and soft cap, as the model makes its logits.
-
-        See `gemloupe.lens.project_on_vocab`.
-        """
-        return lens.project_on_vocab(self, hidden, cap)
-
-    def top_tokens(self, hidden_or_logits: torch.Tensor, k: int = 5) -> lens.TopTokens:
-        """The `k` likeliest tokens at each position. See `gemloupe.lens.top_tokens`."""
-        return lens.top_tokens(self, hidden_or_logits, k)
-
-    def skip_layers(self, start: int, end: int | None = None) -> steering.Edited:
-        """Silence blocks `start` to `end`, both included. See `gemloupe.steering.skip_layers`."""
-        return steering.skip_layers(self, start, end)
-
-    def steer(
-        self,
-        layers: int | Iterable[int],
-        vector: torch.Tensor,
-        factor: float = 1.0,
-        positions: int | slice | Sequence[int] | torch.Tensor | None = None,
-        at: str | Reference = "layer_output",
-        when: steering.When = "both",
-    ) -> steering.Edited:
-        """Add `factor * vector` to a value of some blocks. See `gemloupe.steering.steer`."""
-        return steering.steer(self, layers, vector, factor, positions=positions, at=at, when=when)
-
-    def collect(self, inputs: Any, values: capture.Values, **options: Any) -> capture.Collected:
-        """Run one forward and capture any set of values, in no order. See `gemloupe.capture.collect`."""
-        return capture.collect(self, inputs, values, **options)
-
-    def record(self, values: capture.Values, **options: Any) -> capture.Collected:
-        """Capture values of the open trace beside the block, in no order. See `gemloupe.capture.record`."""
-        return capture.record(self, values, **options)
+    # Each is a function of the model: its docstring and its signature are what `help` shows.
+    project_on_vocab = lens.project_on_vocab
+    top_tokens = lens.top_tokens
+    skip_layers = steering.skip_layers
+    steer = steering.steer
+    intervene = steering.intervene
+    collect = capture.collect
+    record = capture.record
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -183,6 +153,15 @@ class StandardizedTransformer(Root, TransformersModel):
         if kwargs.get("tracer_cls") is None:
             kwargs["tracer_cls"] = StandardTracer
         return super().trace(*inputs, **kwargs)
+
+    def edit(self, *, inplace: bool = False, backend: Any = None) -> Any:
+        """Open a block whose edits are made in every later call, of a copy or of this model itself.
+
+        `with model.edit() as (tracer, edited):` edits `edited`; `with model.edit(inplace=True) as tracer:`
+        edits `model`, until `model.clear_edits()`. In `generate` an edit is made in the first step, unless
+        it stands in `for step in tracer.iter[:]` or is `steer`, `intervene` or `skip_layers`.
+        """
+        return StandardEditor(self, inplace=inplace, backend=backend)
 
     def interleave(self, fn: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.dispatched and not _faking():

@@ -1,11 +1,11 @@
-"""Edits of the stream by one call: steering and silencing blocks.
+"""Edits by one call: steering, a function of a value, and silencing blocks.
 
-Both run beside the block they are called in, so they use nothing of its order up, and say what they did.
+They run beside the block they are called in, so they use nothing of its order up, and say what they did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,14 +13,15 @@ import torch
 from nnsight.intervention.interleaver import Mediator
 
 from . import positions as place
-from .errors import BadArgument
+from .errors import BadArgument, BadWrite, NothingEdited
 from .generation import one_step_each
+from .notices import warn
 from .paths import find
 from .positions import Positions
 from .references import Reference
 from .workers import caller, kept, start_beside, steps
 
-__all__ = ["Edited", "When", "skip_layers", "steer"]
+__all__ = ["Edited", "When", "intervene", "skip_layers", "steer"]
 
 When = Literal["prompt", "new", "both"]
 
@@ -64,26 +65,104 @@ def steer(
     chooses the prompt, the new tokens or both; positions count through both. Inside
     `for step in tracer.iter[...]` it edits that step alone.
 
-    Returns a report of how many positions were edited, complete when the trace is over.
+    Returns a report of how many positions were edited, complete when the trace is over. Where none was, a
+    `NothingEdited` warning says so.
 
     Raises: BadArgument, before anything runs, for a block out of range, a vector of the wrong width, a
     position past the sequence, or a value of another layout; OutsideTrace; OutOfOrder, for a block that
     has passed.
     """
-    parent = caller(model, "steer")
-    chosen = _blocks(model, layers, "steer")
-    hosts = [_host(model, layer, at) for layer in chosen]
     if not isinstance(vector, torch.Tensor) or vector.dim() == 0 or vector.shape[-1] != model.hidden_size:
         got = tuple(vector.shape) if isinstance(vector, torch.Tensor) else type(vector).__name__
+        caller(model, "steer")
         raise BadArgument(
             f"steer: the vector must be {model.hidden_size} wide, as the stream is; it is {got}."
         )
+
+    def add(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        try:
+            added = (factor * vector.to(value.device, value.dtype)).expand(value.shape)
+        except RuntimeError:
+            raise BadArgument(
+                f"steer: a vector of shape {tuple(vector.shape)} does not broadcast to a value of shape "
+                f"{tuple(value.shape)} [batch seq hidden]; give `[hidden]`, `[batch 1 hidden]` or all of it."
+            ) from None
+        return torch.where(mask[..., None], value + added, value)
+
+    return _edit(model, "steer", layers, add, positions, at, when, axes=(("batch", "seq", "hidden"),))
+
+
+def intervene(
+    model: Any,
+    layers: int | Iterable[int],
+    function: Callable[[torch.Tensor], torch.Tensor],
+    *,
+    positions: Positions = None,
+    at: str | Reference = "layer_output",
+    when: When = "both",
+) -> Edited:
+    """Replace a value of some blocks by a function of it, inside a trace.
+
+    `function` is given the value at the chosen tokens of all rows, `[tokens, ...]` (`[tokens hidden]` of the
+    stream, `[tokens heads head_dim]` of `attention_head_outputs`), padding left out, and returns as much.
+    It is called once a block and forward. `positions`, `at` and `when` are those of `steer`; `at` takes any
+    value of a block that has a `seq` or `query` axis after `batch`. To splice a sparse autoencoder in:
+    `model.intervene(4, sae, at="mlp_output")`.
+
+    Returns a report of how many positions were edited, complete when the trace is over. Where none was, a
+    `NothingEdited` warning says so.
+
+    Raises: BadArgument, before anything runs; BadWrite, for a result of another shape, dtype or device;
+    OutsideTrace; OutOfOrder, for a block that has passed.
+    """
+    if not callable(function):
+        caller(model, "intervene")
+        raise BadArgument(
+            f"intervene takes a function of the value, not a {type(function).__name__}; to add a vector, "
+            f"`model.steer(layers, vector)`."
+        )
+
+    def replace(value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        given = value[mask]
+        new = function(given.clone())
+        if not isinstance(new, torch.Tensor):
+            raise BadWrite(f"intervene: the function returned a {type(new).__name__}, not a tensor.")
+        if (new.shape, new.dtype, new.device) != (given.shape, given.dtype, given.device):
+            raise BadWrite(
+                f"intervene: the function was given {tuple(given.shape)} {given.dtype} on {given.device} and "
+                f"returned {tuple(new.shape)} {new.dtype} on {new.device}; give back what fits."
+            )
+        result = value.clone()
+        result[mask] = new
+        return result
+
+    return _edit(model, "intervene", layers, replace, positions, at, when, axes=None)
+
+
+def _edit(
+    model: Any,
+    verb: str,
+    layers: int | Iterable[int],
+    change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    positions: Positions,
+    at: str | Reference,
+    when: When,
+    *,
+    axes: tuple[tuple[str, ...], ...] | None,
+) -> Edited:
+    """Change a value of some blocks at chosen tokens, beside the block of code that calls.
+
+    `change` is given the value and the mask of its chosen tokens, `[batch seq]`.
+    """
+    parent = caller(model, verb)
+    chosen = _blocks(model, layers, verb)
+    hosts = [_host(model, layer, at, verb, axes) for layer in chosen]
     if when not in get_args(When):
-        raise BadArgument(f"steer: when={when!r}; choose one of {', '.join(get_args(When))}.")
-    one_step_each(model, "steer", joins=False)
+        raise BadArgument(f"{verb}: when={when!r}; choose one of {', '.join(get_args(When))}.")
+    one_step_each(model, verb, joins=False)
     frame = Frame(model, parent)
-    place.check(positions, frame.prompt, verb="steer", growing=model.interleaver.generating)
-    report = kept(Edited("steer", hosts[0][1], chosen))
+    place.check(positions, frame.prompt, verb=verb, growing=model.interleaver.generating)
+    report = kept(Edited(verb, hosts[0][1], chosen))
     first = model.interleaver.ledger.of(parent).step
 
     def task() -> None:
@@ -93,16 +172,27 @@ def steer(
                 mask = frame.select(step, value, positions, when)
                 if not bool(mask.any()):
                     continue
-                added = factor * vector.to(value.device, value.dtype)
-                setattr(host, name, torch.where(mask[..., None], value + added, value))
+                setattr(host, name, change(value, mask))
                 report.counts[layer] = report.counts.get(layer, 0) + int(mask.sum())
 
-    start_beside(model, task, before=True)
+    def done() -> None:
+        if not any(report.counts.values()):
+            warn(
+                f"{verb} edited nothing: no token of this call was chosen by positions={positions!r} and "
+                f"when={when!r}.",
+                NothingEdited,
+            )
+
+    # A stored edit serves calls of every kind, and a step of a loop may well have nothing to edit.
+    tells = first is None and not parent.copy
+    start_beside(model, task, before=True, done=done if tells else None)
     return report
 
 
-def skip_layers(model: Any, start: int, end: int | None = None) -> Edited:
+def skip_layers(model: Any, start: int | Iterable[int], end: int | None = None) -> Edited:
     """Silence blocks `start` to `end`, both included, or `start` alone: each hands on the stream it received.
+
+    `start` may be a list of blocks, if there is no `end`.
 
     A silenced block still runs, so it still lends its keys and values and still fills the cache; only
     the stream passes it by. Inside `for step in tracer.iter[...]` it silences that step alone.
@@ -111,13 +201,18 @@ def skip_layers(model: Any, start: int, end: int | None = None) -> Edited:
     OutOfOrder, for a block that has passed.
     """
     parent = caller(model, "skip_layers")
-    (first,) = _blocks(model, start, "skip_layers")
-    (last,) = (first,) if end is None else _blocks(model, end, "skip_layers")
-    if first > last:
-        raise BadArgument(
-            f"skip_layers: from block {first} to block {last} there is none; give the lower first."
-        )
-    chosen = tuple(range(first, last + 1))
+    chosen = _blocks(model, start, "skip_layers")
+    if end is not None:
+        if isinstance(start, Iterable):
+            raise BadArgument(
+                f"skip_layers: give a list of blocks, or two ends, not both: {start!r}, {end!r}."
+            )
+        (first,), (last,) = chosen, _blocks(model, end, "skip_layers")
+        if first > last:
+            raise BadArgument(
+                f"skip_layers: from block {first} to block {last} there is none; give the lower first."
+            )
+        chosen = tuple(range(first, last + 1))
     report = kept(Edited("skip_layers", "layer_output", chosen))
     step_now = model.interleaver.ledger.of(parent).step
 
@@ -150,11 +245,16 @@ def _blocks(model: Any, layers: int | Iterable[int], verb: str) -> tuple[int, ..
     return tuple(sorted({layer % total for layer in given}))
 
 
-def _host(model: Any, layer: int, at: str | Reference) -> tuple[Any, str]:
-    """The envoy that serves `at` on a block, and the value's name there."""
+def _host(
+    model: Any, layer: int, at: str | Reference, verb: str, axes: tuple[tuple[str, ...], ...] | None
+) -> tuple[Any, str]:
+    """The envoy that serves `at` on a block, and the value's name there.
+
+    `axes`: the layouts that will do; any with tokens after the batch where there are none.
+    """
     if not isinstance(at, (str, Reference)):
         raise BadArgument(
-            f"steer: at= takes a name such as 'layer_output', not a {type(at).__name__}. "
+            f"{verb}: at= takes a name such as 'layer_output', not a {type(at).__name__}. "
             f"Inside a trace a value's attribute is its tensor."
         )
     name = str(at).rpartition(".")[2]
@@ -166,14 +266,19 @@ def _host(model: Any, layer: int, at: str | Reference) -> tuple[Any, str]:
                 break
             reason = served.why_not(host)
             if reason is not None:
-                raise BadArgument(f"steer: {served.path_on(host)}: {reason}")
-            if served.layout.axes != ("batch", "seq", "hidden"):
+                raise BadArgument(f"{verb}: {served.path_on(host)}: {reason}")
+            if served.read_only is not None:
+                raise BadArgument(f"{verb}: {served.path_on(host)} cannot be edited: {served.read_only}")
+            found = served.layout.axes
+            if axes is not None and found not in axes:
                 raise BadArgument(
-                    f"steer adds to values laid out [batch seq hidden]; {name} is {served.layout}."
+                    f"{verb} adds to values laid out [batch seq hidden]; {name} is {served.layout}."
                 )
+            if found[0] != "batch" or found[1] not in ("seq", "query"):
+                raise BadArgument(f"{verb} edits values laid out [batch seq ...]; {name} is {served.layout}.")
             return host, name
     raise BadArgument(
-        f"steer: a block has no value {name!r}; `layer_output`, `mlp_output`, `attention_output` are some."
+        f"{verb}: a block has no value {name!r}; `layer_output`, `mlp_output`, `attention_output` are some."
     )
 
 

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from greenlet import getcurrent
 from nnsight.intervention.barrier import Barrier
+from nnsight.intervention.editing import EditingTracer
 from nnsight.intervention.interleaver import Mediator
 from nnsight.intervention.iterator import Iterations
 from nnsight.intervention.tracer import InterleavingTracer
 
 from .errors import BadArgument
 
-__all__ = ["StandardTracer", "Steps"]
+__all__ = ["StandardEditor", "StandardTracer", "Steps"]
 
 
 _RESULT: Any = vars(InterleavingTracer)["result"]
@@ -66,6 +67,19 @@ class Meeting(Barrier):
     def __call__(self) -> None:
         Mediator.current("tracer.barrier()").flush()
         super().__call__()
+
+
+class StandardEditor(EditingTracer):
+    """The tracer of `model.edit()`, whose loops tell the ledger their step."""
+
+    def barrier(self, n: int) -> Meeting:
+        """A meeting point for `n` blocks of code, each of which calls it."""
+        return Meeting(n)
+
+    @property
+    def iter(self) -> Steps:
+        """The steps of a repeated run: `for step in tracer.iter[:]: ...` edits every one."""
+        return Steps()
 
 
 class StandardTracer(InterleavingTracer):

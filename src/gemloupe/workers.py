@@ -18,15 +18,21 @@ from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 from .errors import NeverRan, OutsideTrace
 from .ledger import running
 
-__all__ = ["SideWorker", "caller", "keep_prompt", "kept", "start_beside", "steps"]
+__all__ = ["SideWorker", "caller", "every_step", "keep_prompt", "kept", "start_beside", "steps"]
 
 
 class SideWorker(Mediator):
     """A worker that runs a function instead of a block of source."""
 
-    def __init__(self, task: Callable[[], None], parent: Mediator | None = None) -> None:
+    def __init__(
+        self,
+        task: Callable[[], None],
+        parent: Mediator | None = None,
+        done: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__(None, {}, {})
         self.task = task
+        self.done = done
         self.batch_group = None if parent is None else parent.batch_group
         self._counts = {} if parent is None else parent.counts_at_start
 
@@ -37,6 +43,8 @@ class SideWorker(Mediator):
         with suppress(OutOfOrderError, NeverRan):
             self.task()
             self.flush()
+        if self.done is not None:
+            self.done()
 
 
 def caller(model: Any, verb: str) -> Mediator:
@@ -61,8 +69,15 @@ def kept(result: Any) -> Any:
     return result
 
 
-def start_beside(model: Any, task: Callable[[], None], *, before: bool, first: bool = False) -> None:
-    """Start `task` beside the calling worker.
+def start_beside(
+    model: Any,
+    task: Callable[[], None],
+    *,
+    before: bool,
+    first: bool = False,
+    done: Callable[[], None] | None = None,
+) -> None:
+    """Start `task` beside the calling worker; `done` is called when it, or the run, is over.
 
     At a location both wait for, it is served `before` the caller (edits, which the caller then sees),
     or after everybody (captures, which see every edit).
@@ -70,7 +85,7 @@ def start_beside(model: Any, task: Callable[[], None], *, before: bool, first: b
     interleaver = model.interleaver
     parent = running(interleaver)
     assert parent is not None
-    side = SideWorker(task, parent)
+    side = SideWorker(task, parent, done)
     interleaver.ledger.of(side).last = interleaver.ledger.of(parent).last
     mediators = interleaver.mediators
     mediators.insert(0 if first else mediators.index(parent) if before else len(mediators), side)
@@ -91,6 +106,18 @@ def steps(model: Any, first: int | None) -> Iterator[int]:
     for step in count() if first is None else (first,):
         state.step = mediator.iteration = step
         yield step
+
+
+def every_step(model: Any, task: Callable[[], None]) -> Callable[[], None]:
+    """`task`, run anew in each forward of a generation."""
+
+    def tasks() -> None:
+        for step in steps(model, None):
+            if step:
+                Mediator.value(model.interleaver.entrance)  # waits until there is such a step
+            task()
+
+    return tasks
 
 
 def keep_prompt(model: Any) -> SideWorker:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["borrows", "no_audio", "no_mixture", "no_pattern", "no_per_layer_inputs", "no_vision"]
+__all__ = [
+    "borrows",
+    "keys_are_values",
+    "no_audio",
+    "no_mixture",
+    "no_pattern",
+    "no_per_layer_inputs",
+    "no_vision",
+]
 
 
 def no_mixture(host: Any) -> str | None:
@@ -68,6 +76,17 @@ def borrows(what: str) -> Callable[[Any], str | None]:
         )
 
     return reason
+
+
+def keys_are_values(host: Any) -> str | None:
+    """The block has no projection for its values."""
+    borrowed = borrows("values")(host)
+    if borrowed is not None or not host.block_plan.values_from_keys:
+        return borrowed
+    return (
+        f"block {host.block_plan.index} has no v_proj: its values are its keys' projection, "
+        f"`v_norm(k_proj(x))`.\nUse own_values for its values."
+    )
 
 
 def no_pattern(host: Any) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Final
 from ..layouts import HeadOutputs as HeadOutputsLayout
 from ..layouts import Keys, OwnKeys, Pattern, Queries, Residual
 from ..served import Argument, Item, Moment, served
-from .absence import borrows, no_pattern
+from .absence import borrows, keys_are_values, no_pattern
 from .base import Operation, PartOfBlock
 from .call import CALL, AtCall, HeadOutputs
 from .facts import BlockFacts
@@ -41,6 +41,13 @@ class Attention(BlockFacts, PartOfBlock):
         ),
         "own_keys": Operation("key_states", "key_states = key_states.transpose(1, 2)"),
         "own_values": Operation("value_states", "value_states = value_states.transpose(1, 2)"),
+    }
+
+    PARTS: ClassVar = {
+        "k_proj": borrows("keys"),
+        "k_norm": borrows("keys"),
+        "v_norm": borrows("values"),
+        "v_proj": keys_are_values,
     }
 
     @served("input_layernorm.output", of="block")

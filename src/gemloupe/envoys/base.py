@@ -164,7 +164,9 @@ class StandardEnvoy(Envoy):
         except AttributeError:
             if name.startswith("_"):
                 raise
-            raise UnknownName(lambda: self._unknown(name)) from None
+            place = "a part of a model that is gone" if self._orphaned() else self.standard_path
+            place = place or "the model"
+            raise UnknownName(lambda: self._unknown(name, place)) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         number = isinstance(value, (torch.Tensor, int, float)) and not isinstance(value, bool)
@@ -178,8 +180,18 @@ class StandardEnvoy(Envoy):
                     f"assigned. In place, `model.{self._under(name)}[...] = ...`, it is changed for good."
                 )
             # A tensor or a number under a name that is no value would be kept here and reach nothing.
-            raise UnknownName(self._unknown(name))
+            raise UnknownName(self._unknown(name, self.standard_path or "the model"))
         super().__setattr__(name, value)
+
+    def _orphaned(self) -> bool:
+        """Whether the model this was a part of is gone: nobody held it."""
+        envoy: Any = self
+        while envoy is not None:
+            above = envoy.__dict__.get("_parent")
+            if above is None:
+                return False
+            envoy = above()
+        return True
 
     def _part(self, name: str) -> Any:
         """The module `name` of `PARTS` where it hangs elsewhere in the tree."""
@@ -188,9 +200,8 @@ class StandardEnvoy(Envoy):
     def _under(self, name: str) -> str:
         return f"{self.standard_path}.{name}" if self.standard_path else name
 
-    def _unknown(self, name: str) -> str:
-        place = self.standard_path or "the model"
-        meant = self._meant(name)
+    def _unknown(self, name: str, place: str) -> str:
+        meant = None if self._orphaned() else self._meant(name)  # the model may be gone when this is shown
         return f"{place} has no `{name}`." + (f" Did you mean `{meant}`?" if meant else "")
 
     def _meant(self, name: str) -> str | None:

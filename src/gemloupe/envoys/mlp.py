@@ -242,12 +242,12 @@ class Mlp(BlockFacts, PartOfBlock):
         reason = no_mixture(self)
         if reason is not None:
             raise Unavailable(f"{name}: {reason}")
-        self._check_indices(name, indices)
         mediator = running(self.interleaver)
         if mediator is None:
             raise OutsideTrace(
                 f"{name} works inside a trace: `with model.trace(prompt): model.{name}(indices)`."
             )
+        self._check_indices(name, indices)
         value: Served = type(self).__dict__.get("expert_indices") or Mlp.__dict__["expert_indices"]
         state = self.interleaver.ledger.of(mediator)
         location = self.block.location("router.output")

@@ -29,6 +29,14 @@ class Root(StandardEnvoy):
     def standard_path(self) -> str:
         return ""
 
+    def _neighbours(self) -> list[tuple[str, type]]:
+        block = self.layers[0]
+        hosts = (block, block.self_attn, block.mlp)
+        return [
+            *super()._neighbours(),
+            *((host.standard_path.replace("[0]", "[i]"), type(host)) for host in hosts),
+        ]
+
     @property
     def stack(self) -> Any:
         """The module that holds `embed_tokens`, `layers` and `norm`."""
