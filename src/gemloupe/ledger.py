@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from greenlet import getcurrent
-from nnsight.intervention.interleaver import Interleaver, Mediator
+from nnsight.intervention.interleaver import Event, Interleaver, Mediator, Pending
 
 from .errors import LateEdit, StepsWarning
 from .notices import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["Ledger", "StandardInterleaver", "owner", "running"]
+__all__ = ["NOTHING", "Ledger", "StandardInterleaver", "flushing", "owner", "running"]
 
 
 def running(interleaver: Any) -> Mediator | None:
@@ -249,6 +249,33 @@ def outrun_text(state: WorkerState) -> str:
     )
 
 
+NOTHING: Final = object()
+"""What a write-back gives where nothing goes back, and the forward is to stay where it is."""
+
+
+def flushing(mediator: Mediator) -> Callable[[], None]:
+    """The `flush` of one worker.
+
+    nnsight's looks up whom to hand control to before it asks what goes back, and a write-back of ours may
+    wait for the forward meanwhile, in which time a barrier hands the worker to somebody else.
+    """
+    reference = weakref.ref(mediator)  # the worker holds this function
+
+    def flush() -> None:
+        worker = reference()
+        if worker is None:
+            return
+        waiting, worker.transform = worker.transform, None
+        if waiting is None:
+            return
+        new = waiting.fn()
+        if new is not NOTHING:
+            current: Any = getcurrent()
+            current.parent.switch(Pending(Event.SWAP, waiting.location, waiting.occurrence, new))
+
+    return flush
+
+
 class StandardInterleaver(Interleaver):
     """nnsight's interleaver, with a fresh ledger for every run."""
 
@@ -268,6 +295,8 @@ class StandardInterleaver(Interleaver):
 
     def __enter__(self) -> StandardInterleaver:
         self.ledger = Ledger(self)
+        for mediator in self.mediators:
+            mediator.flush = flushing(mediator)
         super().__enter__()
         return self
 

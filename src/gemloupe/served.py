@@ -166,6 +166,7 @@ class Served(eproperty):
         moment: Moment | None = None,
         private: bool = False,
         renamed: bool = False,
+        kept_by_autograd: bool = False,
     ) -> None:
         super().__init__(key=at)
         self.at = at
@@ -177,6 +178,8 @@ class Served(eproperty):
         self.private = private
         self.renamed = renamed
         """The model holds its memory under an earlier name too: a block's output is the next one's input."""
+        self.kept_by_autograd = kept_by_autograd
+        """torch keeps this very memory for its backward pass, so that an edit in place would spoil it."""
         self._back: Callable[[Any, Any, Any], Any] | None = None
         self._check: Callable[[Any, Any], None] | None = None
         self._stub: Callable[[Any, Any], Any]
@@ -283,8 +286,10 @@ class Served(eproperty):
     def view(self, host: Any, raw: Any) -> Any:
         """What the reader gets of what the location holds."""
         value = self.current(host, raw)
-        if isinstance(value, torch.Tensor) and (self.private or self._is_held(host, value)):
-            return value.clone()
+        if isinstance(value, torch.Tensor):
+            spoiled = self.kept_by_autograd and value.requires_grad and torch.is_grad_enabled()
+            if self.private or spoiled or self._is_held(host, value):
+                return value.clone()
         return marked(value, own=value is not self.piece.take(raw))
 
     def _is_held(self, host: Any, value: torch.Tensor) -> bool:
@@ -310,9 +315,8 @@ class Served(eproperty):
             raise ReadOnly(f"{self.path_on(host)} cannot be edited: {self.read_only}")
         if edited and self._check is not None:
             self._check(host, view)
-        copied = self.private or (
-            isinstance(self.piece, Argument) and not same_memory(view, self.piece.take(raw))
-        )
+        may_be_copy = self.kept_by_autograd or isinstance(self.piece, Argument)
+        copied = self.private or (may_be_copy and not same_memory(view, self.piece.take(raw)))
         if not copied or not (edited or getattr(view, "requires_grad", False)):
             return raw
         # A copy that carries a gradient goes back unedited too, to be on the path to the logits.

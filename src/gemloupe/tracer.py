@@ -65,7 +65,12 @@ class Meeting(Barrier):
     """
 
     def __call__(self) -> None:
-        Mediator.current("tracer.barrier()").flush()
+        mediator = Mediator.current("tracer.barrier()")
+        mediator.flush()
+        interleaver: Any = mediator.interleaver
+        call = interleaver.ledger.of(mediator).call
+        if call is not None:
+            call.left = True  # others may edit what it was given
         super().__call__()
 
 

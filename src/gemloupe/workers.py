@@ -16,7 +16,7 @@ import nnsight
 from nnsight.intervention.interleaver import Mediator, OutOfOrderError
 
 from .errors import NeverRan, OutsideTrace
-from .ledger import running
+from .ledger import flushing, running
 
 __all__ = ["SideWorker", "caller", "every_step", "keep_prompt", "kept", "start_beside", "steps"]
 
@@ -31,6 +31,7 @@ class SideWorker(Mediator):
         done: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(None, {}, {})
+        self.flush = flushing(self)
         self.task = task
         self.done = done
         self.batch_group = None if parent is None else parent.batch_group

@@ -446,6 +446,7 @@ def test_steering_the_prompt_at_a_borrowing_block_changes_no_later_step(shape):
 
 
 @shortcut
+@pytest.mark.filterwarnings("ignore::gemloupe.errors.NothingEdited")
 def test_the_fast_path_reports_what_it_did_not_edit():
     case = Case("e2b")
     reports: list[Any] = []

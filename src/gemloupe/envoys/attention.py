@@ -127,7 +127,7 @@ class Attention(BlockFacts, PartOfBlock):
         """
         return value
 
-    @HeadOutputs(f"{CALL}.output", piece=Item(0))
+    @HeadOutputs(f"{CALL}.output", piece=Item(0), kept_by_autograd=True)
     def attention_head_outputs(self, value: Any) -> HeadOutputsLayout:
         """Each head's mix of values, before `o_proj`.
 

@@ -12,6 +12,7 @@ own output stands, bit for bit; where a gradient is wanted it flows through the 
 from __future__ import annotations
 
 import weakref
+from itertools import count
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from nnsight.intervention.eproperty import WriteBack
 from nnsight.intervention.interleaver import Event, Mediator, Pending
 
 from ..errors import OutOfOrder
-from ..ledger import owner, version
+from ..ledger import NOTHING, owner, running, version
 from ..served import Served, late_text, marked
 from .mixing import Mask, heads_of, pattern_from, pattern_of, read_mask, scores_of
 
@@ -29,6 +30,7 @@ __all__ = ["CALL", "AtCall", "AttentionCall", "HeadOutputs"]
 CALL: Final = "source.attention_call"
 
 _ARGUMENT: Final = {"queries": 1, "keys": 2, "values": 3}
+_MIXED: Final = count(1)
 
 
 class StraightThrough(torch.autograd.Function):
@@ -76,7 +78,12 @@ class AttentionCall:
         self.rows = rows
         self.over = False
         """The worker has gone on to something else than this call."""
-        self.raw: tuple | None = raw
+        self.left = False
+        """The worker has waited for others since, who may have edited what it was given."""
+        self.changed_heads = False
+        """The worker edited the head outputs."""
+        self.mixed_as = 0
+        """The place of `mixed` among those of all workers."""
         args, self.kwargs = raw
         self.module, self.rest = args[0], args[4:]
         self.given: dict[str, Any] = {role: args[index] for role, index in _ARGUMENT.items()}
@@ -115,7 +122,7 @@ class AttentionCall:
             self.held.pop("pattern", None)
         if role == "scores":
             if "scores" not in self.held:
-                self.held["scores"] = self._inherit("scores", self._scores())
+                self.held["scores"] = self._inherit("scores", self._scores(), self.inherited)
                 self.born["scores"] = version(self.held["scores"])
             return self.held["scores"]
         if "pattern" not in self.held or self._outdated():
@@ -123,10 +130,18 @@ class AttentionCall:
             if torch.is_grad_enabled() and wanted:
                 self.get("scores")  # the gradient reaches the pattern through the scores, read or not
             known = self.held.get("scores")
-            pattern = pattern_from(*self._inputs()) if known is None else pattern_of(known)
-            self.held["pattern"] = self._inherit("pattern", pattern)
+            pattern = pattern_from(*self._inputs()) if known is None else self._pattern_of(known)
+            if known is None:
+                pattern = self._inherit("pattern", pattern, self.inherited)
+            # torch keeps the softmax's output for its backward pass, where an edit in place would spoil it.
+            self.held["pattern"] = pattern.clone() if pattern.requires_grad else pattern
             self._take_pattern()
         return self.held["pattern"]
+
+    def _pattern_of(self, scores: torch.Tensor) -> torch.Tensor:
+        """The pattern that follows from these scores, which have earlier workers' edits of scores in them."""
+        fixed = [other for other in self.inherited if "scores" not in other.mixed]
+        return self._inherit("pattern", pattern_of(scores), fixed)
 
     def _take_pattern(self) -> None:
         self.born["pattern"] = version(self.held["pattern"])
@@ -178,9 +193,9 @@ class AttentionCall:
         visible = read_mask(mask, queries, keys, causal=causal, rows=self.rows)
         return queries, keys, self.kwargs.get("scaling", 1.0), visible
 
-    def _inherit(self, role: str, own: torch.Tensor) -> torch.Tensor:
+    def _inherit(self, role: str, own: torch.Tensor, earlier: list[AttentionCall]) -> torch.Tensor:
         """`own`, with the rows that an earlier worker edited as it left them."""
-        for other in self.inherited:
+        for other in earlier:
             theirs = other.mixed.get(role)
             if theirs is None:
                 continue
@@ -258,40 +273,73 @@ class AttentionCall:
         self._outdated()
         edited = {role for role in self.held if self._edited(role)}
         self.host.interleaver.ledger.settle(*self.held.values())
-        if self.inherited and edited & {"queries", "keys"}:
-            raise OutOfOrder(
-                f"{self._name('attention_queries')} or attention_keys was edited after an earlier block "
-                f"of code (an edit of the model, or another invoke) fixed the scores or the pattern."
-            )
+        self._refuse_fixed(edited)
         self.edited |= edited
-        args = self._arguments(edited)
-        if not self.mixes:
-            return self._whole() if args is None else (args, self.kwargs)
-        if args is not None:
-            self._at("input", Event.SWAP, (args, self.kwargs))
         follows = edited & {"scores", "pattern"}
         if self.inherited and "values" in edited and not follows:
             follows = {"values"}  # what an earlier worker made of the pattern, over these values
             self.get("pattern")
             edited = edited | {"pattern"}
+        wanted = any(self.held[role].requires_grad for role in ("scores", "pattern") if role in self.held)
+        arguments = self._arguments(edited)
+        if arguments:
+            # Only what was edited: others may have edited the rest since.
+            args, kwargs = self._at("input", Event.VALUE)
+            new = tuple(arguments.get(index, argument) for index, argument in enumerate(args))
+            self._at("input", Event.SWAP, (new, kwargs))
+        dropout = self.kwargs.get("dropout", 0.0)
+        # Where nothing was edited, scores and pattern are put on the way of the gradient: unless dropout
+        # draws in the kernel what cannot be drawn again here.
+        if not follows and (stale or not wanted or dropout):
+            return NOTHING
         if follows:
             self.mixed = {"pattern": self._pattern(edited)}
+            self.mixed_as = next(_MIXED)
             if "scores" in self.held and "pattern" not in edited:
                 self.mixed["scores"] = self.held["scores"]
         output, *rest = raw = self._at("output", Event.VALUE)
-        wanted = any(self.held[role].requires_grad for role in ("scores", "pattern") if role in self.held)
-        if not follows and (stale or not wanted):
+        others = self._others_changed_heads()
+        if not follows and others:
             return raw
+        if others:
+            raise OutOfOrder(
+                f"{self._name('attention_head_outputs')} was edited by an earlier block of code (an edit of "
+                f"the model, or another invoke), and its pattern, scores or values by this one: the heads "
+                f"follow from them.\nEdit them in one block, in that order."
+            )
         pattern = self._pattern(edited)
-        mixed = heads_of(pattern, self._current("values"))
+        drawn = torch.nn.functional.dropout(pattern, dropout) if dropout else pattern
+        mixed = heads_of(drawn, self._current("values"))
         if not follows:
             return (StraightThrough.apply(output.detach(), mixed), *rest)
         weights = pattern if rest and rest[0] is not None else None
         return (mixed, weights, *rest[1:])
 
+    def _refuse_fixed(self, edited: set[str]) -> None:
+        """Refuse edits of what the scores or the pattern follow from, where an earlier worker fixed those."""
+        if self.inherited and edited & {"queries", "keys"}:
+            raise OutOfOrder(
+                f"{self._name('attention_queries')} or attention_keys was edited after an earlier block "
+                f"of code (an edit of the model, or another invoke) fixed the scores or the pattern."
+            )
+        if "scores" in edited and any("scores" not in other.mixed for other in self.inherited):
+            raise OutOfOrder(
+                f"{self._name('attention_scores')} was edited after an earlier block of code (an edit of the "
+                f"model, or another invoke) fixed the pattern.\nEdit attention_probabilities here, or the "
+                f"scores there."
+            )
+
+    def _others_changed_heads(self) -> bool:
+        """Whether an earlier worker that shares rows with this one edited what the heads made."""
+        calls = (state.call for state in self.host.interleaver.ledger.states())
+        return any(
+            call.changed_heads and overlap(call.rows, self.rows)
+            for call in calls
+            if call is not self and _is_call(call, self.host, self.visit)
+        )
+
     def lend(self) -> None:
         """Hold no more than what was edited, which nobody else may hold; the rest while others do."""
-        self.raw = None
         for role, value in self.given.items():
             if not isinstance(value, Loan) and not value.requires_grad:
                 self.given[role] = Loan(value)
@@ -312,36 +360,23 @@ class AttentionCall:
     def release(self) -> None:
         """The worker has gone on to something else: hold nothing."""
         self.over = True
-        self.raw = None
         for kept in (self.given, self.lent, self.held, self.computed_from):
             kept.clear()
         self.inherited = []
 
-    def _whole(self) -> tuple:
-        """The call's inputs as they were."""
-        if self.raw is not None:
-            return self.raw
-        return (self.module, *(self._given(role) for role in _ARGUMENT), *self.rest), self.kwargs
-
     def _pattern(self, edited: set[str]) -> torch.Tensor:
         if "pattern" not in self.held or ("pattern" not in edited and self._outdated()):
-            self.held["pattern"] = pattern_of(self.held["scores"])
+            self.held["pattern"] = self._pattern_of(self.held["scores"])
         return self.held["pattern"]
 
-    def _arguments(self, edited: set[str]) -> tuple | None:
-        """The call's inputs as they go back, or `None` where none changed."""
+    def _arguments(self, edited: set[str]) -> dict[int, torch.Tensor]:
+        """What of the call's inputs goes back, by its place among them."""
         # A copy that carries a gradient goes back unedited too, to be on the path to the logits.
-        new = {
-            role: value
+        return {
+            _ARGUMENT[role]: value
             for role, value in self.held.items()
             if role in _ARGUMENT and (role in edited or value.requires_grad) and value is not self.given[role]
         }
-        if not new:
-            return None
-        args = list(self._whole()[0])
-        for role, value in new.items():
-            args[_ARGUMENT[role]] = value
-        return tuple(args)
 
     def _at(self, end: str, event: Event, *value: Any) -> Any:
         """Ask for a location at this call's own visit, whichever step the worker has moved on to."""
@@ -360,11 +395,23 @@ class HeadOutputs(Served):
     def _write(self, obj: Any, mediator: Mediator, state: Any, name: str, value: torch.Tensor) -> None:
         self._keep_call(obj, mediator, state)
         super()._write(obj, mediator, state, name, value)
+        self._note_change(state)
+
+    def settle(self, host: Any, view: Any, raw: Any) -> Any:
+        mediator, ledger = running(host.interleaver), host.interleaver.ledger
+        if mediator is not None and ledger.changed(view):
+            self._note_change(ledger.of(mediator))
+        return super().settle(host, view, raw)
+
+    def _note_change(self, state: Any) -> None:
+        if state.call is not None:
+            state.call.changed_heads = True
 
     def _keep_call(self, obj: Any, mediator: Mediator, state: Any) -> None:
         visit = self._visit(obj, mediator, state)
         entrance = obj.location(f"{CALL}.input")
-        if mediator.occurrence(entrance) <= visit and not _is_call(state.call, obj, visit):
+        known = _is_call(state.call, obj, visit) and not state.call.left
+        if mediator.occurrence(entrance) <= visit and not known:
             state.call = open_call(obj, mediator, visit, Mediator.value(entrance))
             state.call.lend()
 
@@ -380,6 +427,7 @@ def open_call(host: Any, mediator: Mediator, visit: int, raw: tuple) -> Attentio
         other = state.call
         if _is_call(other, host, visit) and other.mixed and overlap(other.rows, call.rows):
             call.inherited.append(other)
+    call.inherited.sort(key=lambda other: other.mixed_as)
     return call
 
 
@@ -425,6 +473,7 @@ class AtCall(Served):
             raise OutOfOrder(late_text(name, state.last, "write"))
         current = call.get(self.role)
         if value is not current:
+            obj.interleaver.ledger.settle(current)  # what was edited in place is overwritten
             self.accept(obj, name, value, current)
             value = value.clone()
             call.put(self.role, value)
@@ -443,7 +492,7 @@ class AtCall(Served):
             if not known or call.over:
                 raise OutOfOrder(late_text(name, state.last, what))
             return call, True
-        if known:
+        if known and not call.left:
             waiting = mediator.transform
             if waiting is not None and waiting.fn != call.finish:
                 mediator.flush()

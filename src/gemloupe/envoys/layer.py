@@ -51,7 +51,13 @@ class Layer(BlockFacts, PartOfBlock):
         """
         return value
 
-    @served("input", piece=Argument(1, "per_layer_input"), needs=no_per_layer_inputs, renamed=True)
+    @served(
+        "input",
+        piece=Argument(1, "per_layer_input"),
+        needs=no_per_layer_inputs,
+        renamed=True,
+        kept_by_autograd=True,
+    )
     def per_layer_input(self, value: Any) -> PerLayerInput:
         """This block's slice of `per_layer_inputs`, which gates its per-layer branch.
 
