@@ -66,9 +66,10 @@ class Meeting(Barrier):
 
     def __call__(self) -> None:
         mediator = Mediator.current("tracer.barrier()")
-        mediator.flush()
         interleaver: Any = mediator.interleaver
         call = interleaver.ledger.of(mediator).call
+        if call is None or not call.may_wait(mediator):
+            mediator.flush()
         if call is not None:
             call.left = True  # others may edit what it was given
         super().__call__()

@@ -125,20 +125,32 @@ def silence_a_head(model: Any) -> None:
 
 
 @pytest.mark.parametrize("edits", [halve, silence_lent_values, silence_a_head], ids=lambda f: f.__name__)
-def test_edits_are_those_of_a_block_outside_any_loop(edits):
-    """They are made in the first step, and what they did to the cache lasts."""
+def test_edits_are_made_in_every_step(edits):
     model = Case("e2b").model()
     paths = [str(place) for place in forward_order(model) if place.name != "next_token_probs"]
     options = {"max_new_tokens": 4, "logits_to_keep": 0, **GREEDY}
     found = model.collect(ids(LONG), paths, generate=options, edits=edits)
     with torch.no_grad():
-        with model.generate(ids(LONG), **options):
+        with model.generate(ids(LONG), **options) as tracer:
             record = model.record(paths)
-            edits(model)
+            for _ in tracer.iter[:4]:
+                edits(model)
     for path in paths:
         assert torch.equal(found[path], record[path]), path
     plain = model.collect(found.input_ids, "logits")["logits"]
     assert (found["logits"] - plain).abs().max() > 1e-2
+    edited = model.collect(found.input_ids, "logits", edits=edits)["logits"]
+    assert (found["logits"] - edited).abs().max() <= 5e-5 * edited.abs().max()
+
+
+def test_a_verb_among_the_edits_is_made_in_every_step():
+    model = Case("e2b").model()
+    name, added = "layers[2].layer_output", torch.ones(40)
+    found = model.collect(
+        ids(LONG), name, generate={"max_new_tokens": 3, **GREEDY}, edits=lambda m: m.steer(2, added)
+    )
+    plain = model.collect(found.input_ids, name)[name]
+    assert (found[name] - plain - 1).abs().max() <= 5e-5 * plain.abs().max()
 
 
 # -12: the prompt alone has not so many.

@@ -11,7 +11,6 @@ import transformers
 from torch import Tensor
 
 from gemloupe import StandardizedTransformer
-from gemloupe.errors import StepsWarning
 from gemloupe.testing import SHAPES, save_tiny, tiny, tiny_module, tiny_tokenizer
 from tests.core.models import SEED, Case, every_case, ids, padded
 from tests.core.places import ATTENTION_CALL, Place, reading
@@ -135,10 +134,9 @@ def test_an_edit_applies_in_every_step():
         for _ in tracer.iter[:]:
             edited.layers[2].mlp.mlp_output[:] = 0
     seen = []
-    with pytest.warns(StepsWarning, match="which this call did not make"):  # noqa: PT031
-        with edited.generate(ids(5), max_new_tokens=3, **GREEDY) as tracer:
-            for _ in tracer.iter[:3]:
-                seen.append(nnsight.save(edited.layers[2].mlp.mlp_output))  # noqa: PERF401
+    with edited.generate(ids(5), max_new_tokens=3, **GREEDY) as tracer:
+        for _ in tracer.iter[:3]:
+            seen.append(nnsight.save(edited.layers[2].mlp.mlp_output))  # noqa: PERF401
     assert [value.any().item() for value in seen] == [False] * 3
 
 

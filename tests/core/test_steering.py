@@ -276,6 +276,7 @@ def streams(case: Case, steps: int, edit: Any, **options: Any) -> list[list[Tens
 
 @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no cache"])
 @one_or_batched
+@pytest.mark.filterwarnings("ignore::gemloupe.errors.NothingEdited")
 @pytest.mark.parametrize(
     ("positions", "when", "edited"),
     [

@@ -338,6 +338,20 @@ class AttentionCall:
             if call is not self and _is_call(call, self.host, self.visit)
         )
 
+    def may_wait(self, mediator: Mediator) -> bool:
+        """Whether `mediator` holds values of this call and has edited none: nothing need go back yet."""
+        waiting = mediator.transform
+        return waiting is not None and waiting.fn == self.finish and not any(map(self._edited, self.held))
+
+    def _others_edited(self) -> bool:
+        """Whether another worker that shares rows with this one has edited what the call is given."""
+        calls = (state.call for state in self.host.interleaver.ledger.states())
+        return any(
+            call.edited & _ARGUMENT.keys() and overlap(call.rows, self.rows)
+            for call in calls
+            if call is not self and _is_call(call, self.host, self.visit)
+        )
+
     def lend(self) -> None:
         """Hold no more than what was edited, which nobody else may hold; the rest while others do."""
         for role, value in self.given.items():
@@ -410,7 +424,7 @@ class HeadOutputs(Served):
     def _keep_call(self, obj: Any, mediator: Mediator, state: Any) -> None:
         visit = self._visit(obj, mediator, state)
         entrance = obj.location(f"{CALL}.input")
-        known = _is_call(state.call, obj, visit) and not state.call.left
+        known = _is_call(state.call, obj, visit)
         if mediator.occurrence(entrance) <= visit and not known:
             state.call = open_call(obj, mediator, visit, Mediator.value(entrance))
             state.call.lend()
@@ -492,7 +506,12 @@ class AtCall(Served):
             if not known or call.over:
                 raise OutOfOrder(late_text(name, state.last, what))
             return call, True
-        if known and not call.left:
+        if known and call.left:
+            call.left = False
+            if call._others_edited():
+                mediator.transform = None if call.may_wait(mediator) else mediator.transform
+                known = False  # to be asked for anew
+        if known:
             waiting = mediator.transform
             if waiting is not None and waiting.fn != call.finish:
                 mediator.flush()
