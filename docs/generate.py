@@ -131,12 +131,12 @@ config alone.
 
 {methods}
 
-`steer`, `intervene` and `skip_layers` return a report, complete when the trace is over. `counts` is the number of
-positions edited in each block, over rows and steps; `positions` is that of the block edited least.
+`steer`, `intervene` and `skip_layers` return a report, complete when the trace is over. `counts` is the
+number of positions edited in each block, over rows and steps; `positions` is that of the block edited least.
 
-`collect` and `record` return a mapping, by the path or pattern that was asked for. A pattern gives a tensor with
-a leading axis of blocks, or a dictionary by path where shapes differ. `paths(pattern)` and `blocks(pattern)` are
-what it found, in that order; `input_ids` and `attention_mask` are what was fed.
+`collect` and `record` return a mapping, by the path or pattern that was asked for. A pattern gives a tensor
+with a leading axis of blocks, or a dictionary by path where shapes differ. `paths(pattern)` and
+`blocks(pattern)` are what it found, in that order; `input_ids` and `attention_mask` are what was fed.
 
 On the MLP of a mixture block:
 
