@@ -41,7 +41,11 @@ AXES: Final = {
     "kv_heads": "key and value heads of the block, `num_kv_heads`",
     "head_dim": "the width of one head; sliding and full blocks differ",
     "query": "tokens that attend, the same as `seq`",
-    "key": "tokens attended to: those of this forward and the cached ones",
+    "key": (
+        "tokens attended to: those of this forward and the cached ones; in a later step of `generate` a "
+        "sliding block has the window that its cache keeps, so an index is no absolute position (`collect` "
+        "and `record` join the steps at absolute positions)"
+    ),
     "vocab": "tokens of the vocabulary, `vocab_size`",
     "layers": "blocks of the text stack, `num_layers`",
     "ple": "the width of one block's per-layer input",
@@ -92,6 +96,18 @@ Inside a trace values come in forward order: a read of a value that the forward 
 moment and may be read in any order among themselves. `collect` and `record` have no order.
 
 {order}
+
+Edits within a line have an order too:
+
+- `own_keys` before `own_values` is read.
+- Queries and keys, then the scores, then the pattern; and all of them, the values too, before
+  `attention_head_outputs` is read.
+- `router_logits` before `router_probabilities` is read, that before `expert_weights` or `expert_indices` is,
+  and `expert_weights` before `expert_outputs` is.
+
+An edit that comes too late raises [`LateEdit`](errors.md#lateedit) or `OutOfOrder`. So does
+`mlp.expert_weights[mlp.expert_indices == 5] = 0`, for Python reads the weights first. Take the indices first:
+`chosen = mlp.expert_indices`, then `mlp.expert_weights[chosen == 5] = 0`.
 """
 
 TAIL: Final = """\
@@ -115,14 +131,21 @@ config alone.
 
 {methods}
 
+`steer`, `intervene` and `skip_layers` return a report, complete when the trace is over. `counts` is the
+number of positions edited in each block, over rows and steps; `positions` is that of the block edited least.
+
+`collect` and `record` return a mapping, by the path or pattern that was asked for. A pattern gives a tensor
+with a leading axis of blocks, or a dictionary by path where shapes differ. `paths(pattern)` and
+`blocks(pattern)` are what it found, in that order; `input_ids` and `attention_mask` are what was fed.
+
 On the MLP of a mixture block:
 
 {mixture_methods}
 
 ## Errors
 
-Every error is a `gemloupe.errors.GemloupeError`, and `PromptWarning` is a warning. [Errors](errors.md) says
-what to do about each.
+Every error is a `gemloupe.errors.GemloupeError`; `NothingEdited`, `PromptWarning` and `StepsWarning` are
+warnings. [Errors](errors.md) says what to do about each.
 
 {errors}
 """

@@ -106,4 +106,4 @@ class PromptWarning(UserWarning):
 
 
 class StepsWarning(UserWarning):
-    """A loop over steps asked for more of them than the call made; what follows it did not run."""
+    """A loop asked for more steps than the call made, or a kept edit was made in the first step alone."""
