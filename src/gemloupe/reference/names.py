@@ -7,7 +7,7 @@ from typing import Final
 
 from ..plan import BlockPlan, ModelPlan
 
-__all__ = ["names"]
+__all__ = ["names", "place"]
 
 Condition = Callable[[BlockPlan], bool]
 
@@ -72,3 +72,12 @@ def names(plan: ModelPlan) -> tuple[str, ...]:
         if has_it(block)
     )
     return (*_INPUTS, *(_PER_LAYER_INPUTS if plan.per_layer_input_size else ()), *of_blocks, *_ANSWERS)
+
+
+def place(name: str) -> tuple[int | None, str]:
+    """The block of a value, `None` for one of the whole model, and its name there.
+
+    `layers[3].mlp.mlp_output` is block 3's `mlp.mlp_output`.
+    """
+    block, bracket, inside = name.removeprefix("layers[").partition("].")
+    return (int(block), inside) if bracket else (None, name)
