@@ -56,7 +56,9 @@ def attend(
     else:
         keys, values = borrowed
     queries = _normed(weights, "q", _heads(plan, weights, "q", x), eps)
-    queries = steps("self_attn.attention_queries", _turned(steps, plan.rotary, queries, sight).transpose(1, 2))
+    queries = steps(
+        "self_attn.attention_queries", _turned(steps, plan.rotary, queries, sight).transpose(1, 2)
+    )
     keys = steps("self_attn.attention_keys", keys)
     values = steps("self_attn.attention_values", values)
 

@@ -100,8 +100,8 @@ def _dense(steps: Steps, weights: BlockWeights, x: Residual) -> Residual:
 
 
 def _per_layer(steps: Steps, weights: BlockWeights, x: Residual, given: PerLayerInput) -> Residual:
-    # For a token whose gates are shut next to nothing is left, which the norm then makes as large as any: what
-    # rounding does between these is not small, so they are told.
+    # For a token whose gates are shut next to nothing is left, which the norm then makes as large as any:
+    # what rounding does between these is not small, so they are told.
     gate = steps.between(linear(weights["per_layer_input_gate.weight"], x))
     gated = steps.between(steps.between(gelu_tanh(gate)) * given)
     return steps.between(linear(weights["per_layer_projection.weight"], gated))

@@ -37,7 +37,7 @@ class Difference:
     scale: float
     """The largest magnitude in the reference's value."""
     moved: float
-    """How far the shaken value lies from the exact one."""
+    """How far a shaken value lies from the exact one, at most."""
     rounding: float
     """The most by which a number changes in the model's precision, relative to it."""
 
@@ -90,7 +90,7 @@ def compared(seen: Seen, layout: Layout, real: Bool[Tensor, "batch seq"], roundi
     seen, whole numbers bit by bit. `expert_indices` are to be given as probabilities, see `choices`.
     """
     here = real[:, seen.positions]
-    served, exact, shaken = (_on_tokens(layout, of, here) for of in (seen.served, seen.exact, seen.shaken))
+    served, exact, *shaken = (_on_tokens(layout, of, here) for of in (seen.served, seen.exact, *seen.shaken))
     served = served.to(exact.device)
 
     def difference(absolute: float, moved: float = 0.0) -> Difference:
@@ -105,10 +105,10 @@ def compared(seen: Seen, layout: Layout, real: Bool[Tensor, "batch seq"], roundi
         # What is hidden is -inf, and under eager attention the least number of the precision.
         hidden = exact == -torch.inf
         agree = torch.equal(served <= torch.finfo(served.dtype).min / 2, hidden)
-        served, exact, shaken = (of.masked_fill(hidden, 0) for of in (served, exact, shaken))
+        served, exact, *shaken = (of.masked_fill(hidden, 0) for of in (served, exact, *shaken))
         if not agree:
             return difference(math.inf)
-    return difference(_largest(served - exact), _largest(shaken - exact))
+    return difference(_largest(served - exact), max(_largest(of - exact) for of in shaken))
 
 
 def choices(seen: Iterable[Seen]) -> Iterable[Seen]:
@@ -128,8 +128,8 @@ def choices(seen: Iterable[Seen]) -> Iterable[Seen]:
         chosen = one.served.to(chance.exact.device)
         exists = (chosen >= 0) & (chosen < chance.exact.shape[-1])
         given = chance.exact.gather(-1, chosen.where(exists, 0)).masked_fill(~exists, -torch.inf)
-        best, moved = (of.topk(chosen.shape[-1], -1).values for of in (chance.exact, chance.shaken))
-        yield Seen(one.look, one.name, given, best, moved, one.positions)
+        best, *moved = (of.topk(chosen.shape[-1], -1).values for of in (chance.exact, *chance.shaken))
+        yield Seen(one.look, one.name, given, best, tuple(moved), one.positions)
 
 
 def _on_tokens(layout: Layout, value: Tensor, real: Bool[Tensor, "batch seq"]) -> Tensor:

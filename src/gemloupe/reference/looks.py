@@ -7,8 +7,9 @@ A look says what the reference computes a value from:
     whole    the token ids: what the whole computation comes to
 
 Each look computes twice: exactly, and shaken, every value off by one rounding of the model's precision, up
-or down at random, before the next one reads it. How far the shaken value lies from the exact one is what that precision explains
-there, whatever the steps between do with an error: a norm after a branch of all but nothing makes it large.
+or down at random, before the next one reads it. How far the shaken value lies from the exact one is what
+that precision explains there, whatever the steps between do with an error: a norm after a branch of all but
+nothing makes it large.
 
 The experts are the model's own choice in every look: of two that all but tie rounding may take either, and
 all that follows is another number then. The choice itself is compared by `compare.choices`.
@@ -31,10 +32,19 @@ from .ops import softmax
 from .steps import SINGLE, taken
 from .weights import Weights
 
-__all__ = ["LOOKS", "Look", "Looks", "Seen"]
+__all__ = ["LOOKS", "MEANINGS", "Look", "Looks", "Seen"]
 
 Look = Literal["step", "block", "whole"]
 LOOKS: Final[tuple[Look, ...]] = get_args(Look)
+MEANINGS: Final[dict[Look, str]] = {
+    "step": "from the model's own values just before it",
+    "block": "from the model's own stream entering the block",
+    "whole": "from the token ids, end to end",
+}
+"""What the reference computes a value from, by each look."""
+
+# How many draws of the roundings each look takes: over a whole model what one draw does is a matter of luck.
+_DRAWS: Final[dict[Look, int]] = {"step": 1, "block": 1, "whole": 3}
 
 # Of the positions of a forward, so many are answered at a time: a vocabulary of logits is large.
 _POSITIONS: Final = 64
@@ -57,7 +67,8 @@ class Seen:
     name: str
     served: Tensor
     exact: Tensor
-    shaken: Tensor
+    shaken: tuple[Tensor, ...]
+    """Each draw of the roundings."""
     positions: slice
     """Which of the forward's positions these are, where the value has one for each."""
 
@@ -82,33 +93,41 @@ class Looks:
         self, weights: Weights, input_ids: Tokens, attention_mask: Tokens, *, rounding: float
     ) -> None:
         self._rounding = rounding
-        self._tracks = {
-            look: tuple(_Track(look, weights, input_ids, attention_mask, noise) for noise in (0.0, rounding))
-            for look in LOOKS
-        }
+        self._tracks: dict[Look, list[_Track]] = {}
+        for look, draws in _DRAWS.items():
+            noises = (0.0, *(rounding for _ in range(draws)))
+            self._tracks[look] = [
+                _Track(look, weights, input_ids, attention_mask, noise, seed)
+                for seed, noise in enumerate(noises)
+            ]
 
     def at(self, served: Mapping[str, Tensor]) -> Iterator[Seen]:
         """Every value of the next part, by each look."""
-        for look, (exact, shaken) in self._tracks.items():
-            for (positions, ours), (_, moved) in zip(exact.at(served), shaken.at(served), strict=True):
-                if "next_token_probs" in ours:
-                    moved["next_token_probs"] = _pushed(ours["logits"], moved["logits"], self._rounding)
-                for name in ours:
+        for look, tracks in self._tracks.items():
+            for (positions, exact), *shaken in zip(*(track.at(served) for track in tracks), strict=True):
+                draws = [found for _, found in shaken]
+                if "next_token_probs" in exact:
+                    for found in draws:
+                        pushed = _pushed(exact["logits"], found["logits"], self._rounding)
+                        found["next_token_probs"] = pushed
+                for name, value in exact.items():
                     if name in served:
                         theirs = _cut(name, served[name], positions)
-                        yield Seen(look, name, theirs, ours[name], moved[name], positions)
+                        yield Seen(
+                            look, name, theirs, value, tuple(found[name] for found in draws), positions
+                        )
 
 
 class _Track:
     """One run of the reference: by one look, exactly or shaken."""
 
     def __init__(
-        self, look: Look, weights: Weights, input_ids: Tokens, attention_mask: Tokens, noise: float
+        self, look: Look, weights: Weights, input_ids: Tokens, attention_mask: Tokens, noise: float, seed: int
     ) -> None:
         self._look: Look = look
         self._weights = weights
         self._noise = noise
-        self._random = torch.Generator(weights.device).manual_seed(0)
+        self._random = torch.Generator(weights.device).manual_seed(seed)
         self._served: Mapping[str, Tensor] = {}
         self._stream: Residual | None = None
         self._parts = parts(weights, input_ids, attention_mask, given=self._next)
@@ -170,7 +189,7 @@ def _cut(name: str, value: Tensor, positions: slice) -> Tensor:
 
 
 def _pushed(logits: Tensor, shaken: Tensor, rounding: float) -> Tensor:
-    """The next token's distribution with the likeliest token's logit as high as errors take it, the others low.
+    """The next token's distribution with the likeliest logit as high as errors take it, and the others low.
 
     A row's distribution hangs on so few logits that signs drawn at random often cancel.
     """

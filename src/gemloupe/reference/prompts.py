@@ -24,10 +24,10 @@ _STRIDE: Final = 7_919
 
 
 def default_prompts(plan: ModelPlan, special: frozenset[int], bos: int) -> list[Prompt]:
-    """The fixed token sequences that a model is verified on: one longer than its window, and a padded batch.
+    """The fixed tokens that a model is verified on: a sequence longer than its window, and a padded batch.
 
-    Each begins with `bos`; the rest are tokens from all over the vocabulary but the `special` ones, which stand
-    for images and the like.
+    Each begins with `bos`; the rest are tokens from all over the vocabulary, but for the `special` ones,
+    which stand for images and the like.
     """
     count = min(plan.sliding_window + _BEYOND_THE_WINDOW, plan.max_positions)
     return [_batch(plan, special, bos, [count]), _batch(plan, special, bos, list(_LENGTHS))]
@@ -50,8 +50,8 @@ def _nth(plan: ModelPlan, i: int) -> int:
 def prompt_of(inputs: Any, tokenizer: Any) -> Prompt:
     """The token ids and the mask of what a user gives.
 
-    Text or several texts, token ids (`[seq]` or `[batch seq]`, a tensor or lists), or a mapping of `input_ids`
-    and `attention_mask`, as a tokenizer returns it.
+    Text or several texts, token ids (`[seq]` or `[batch seq]`, a tensor or lists), or a mapping of
+    `input_ids` and `attention_mask`, as a tokenizer returns it.
 
     Raises: BadArgument, for anything else, and for padding that is not on the left.
     """
@@ -63,7 +63,7 @@ def prompt_of(inputs: Any, tokenizer: Any) -> Prompt:
     if isinstance(inputs, Mapping):
         if unknown := sorted(inputs.keys() - {"input_ids", "attention_mask"}):
             raise BadArgument(
-                f"verify takes input_ids and attention_mask, not {', '.join(unknown)}: the reference computes "
+                f"verify takes input_ids and attention_mask, not {', '.join(unknown)}: the reference is of "
                 f"the text model, and counts positions from each row's first real token."
             )
         inputs, mask = inputs.get("input_ids"), inputs.get("attention_mask")

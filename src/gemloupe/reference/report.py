@@ -14,17 +14,13 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from ..support import spans
 from .compare import FLOOR, MARGIN, Difference
-from .looks import LOOKS, Look
+from .heatmap import page
+from .looks import LOOKS, MEANINGS, Look
 from .names import place
 
-__all__ = ["LOOK_MEANINGS", "Absent", "Report", "Row"]
-
-LOOK_MEANINGS: Final[dict[Look, str]] = {
-    "step": "from the model's own values just before it",
-    "block": "from the model's own stream entering the block",
-    "whole": "from the token ids, end to end",
-}
+__all__ = ["Absent", "Report", "Row"]
 
 _WIDTH: Final = 110
 
@@ -75,7 +71,7 @@ class Row:
 
     def __str__(self) -> str:
         return (
-            f"{self.name}, {LOOK_MEANINGS[self.look]}: off by {self.relative:.2g} of its scale "
+            f"{self.name}, {MEANINGS[self.look]}: off by {self.relative:.2g} of its scale "
             f"{self.scale:.3g}, allowed {self.tolerance:.2g}"
         )
 
@@ -95,8 +91,8 @@ class Absent:
 class Report:
     """The answer of `verify`: whether every value of a model is what its definition says.
 
-    It is a sequence of rows in forward order, `held` is the verdict, `first` the first row that does not hold.
-    `str(report)` and a rich console show a table, `to_json` is the same for programs, `to_html` a page.
+    Its rows are in forward order; `held` is the verdict, `first` the first row that does not hold.
+    `str` and a rich console show a table, `to_json` is the same for programs, `to_html` a page.
     """
 
     model: str
@@ -145,29 +141,40 @@ class Report:
     @property
     def verdict(self) -> str:
         """The verdict in a sentence."""
-        if self.first is None:
-            return f"Every value is what its definition says: {len(self.rows)} of {len(self.rows)} rows hold."
-        return (
-            f"{len(self.faults)} of {len(self.rows)} rows do not hold; look where the forward meets the first: "
-            f"{self.first}."
-        )
+        count, first = len(self.rows), self.first
+        if first is None:
+            return f"Every value is what its definition says: {count} of {count} rows hold."
+        return f"{len(self.faults)} of {count} rows do not hold. The forward meets this one first: {first}."
 
     @property
     def derivation(self) -> str:
         """Where the tolerances come from, in this report's numbers."""
         floors = ", ".join(f"{FLOOR[look]:g} by {look}" for look in LOOKS)
+        loose = sum(row.tolerance >= 1 for row in self.rows)
         return (
-            f"A difference is the largest over the real tokens, in units of the value's scale: its largest "
-            f"magnitude. It may be what float32 costs ({floors}: transformers computes norms, router and rotary "
-            f"tables in it), or {MARGIN:g} times what one rounding to {self.precision} of every value does, "
-            f"whichever is more. One rounding is at most {self.rounding:.2g} of a number; what it does is "
-            f"measured, by running the reference a second time with every value off by that much, at random."
+            f"A difference is the largest over the real tokens, in units of the value's scale, its largest "
+            f"magnitude. Allowed is what float32 costs ({floors}: transformers computes norms, router and "
+            f"rotary tables in it) or {MARGIN:g} times what one rounding to {self.precision} of every value "
+            f"does, whichever is more. One rounding is at most {self.rounding:.2g} of a number; what it does "
+            f"is measured, by running the reference again with every value off by that, up or down at random."
+            + (f" In {loose} rows that is more than the value itself: they say nothing." if loose else "")
+        )
+
+    @property
+    def absences(self) -> tuple[str, ...]:
+        """What was not compared, a sentence for each reason."""
+        alike: dict[tuple[tuple[int, ...] | None, str], list[str]] = {}
+        for absent in self.absent:
+            alike.setdefault((absent.blocks, absent.reason), []).append(absent.name)
+        return tuple(
+            f"{', '.join(names)}{'' if blocks is None else f' on blocks {spans(blocks)}'}: {reason}"
+            for (blocks, reason), names in alike.items()
         )
 
     # -- as text ---------------------------------------------------------------------------------------------
 
     def table(self) -> Table:
-        """A row for each value, over all its blocks: the largest difference by each look, and what is allowed."""
+        """A row for each value, over all its blocks: the worst difference by each look, and the allowed."""
         table = Table("value", "blocks", *LOOKS, "held", box=None, header_style="dim", pad_edge=False)
         by_value: dict[str, list[Row]] = {}
         for row in self.rows:
@@ -188,16 +195,16 @@ class Report:
         yield Text(f"{self.model}: {self.num_layers} blocks, {self.precision}", style="bold")
         forwards = ", ".join(f"{rows} x {length}" for rows, length in self.tokens)
         yield Text(f"Forwards of {forwards} tokens, {self.seconds:.1f} s. Each value is computed")
-        for look, meaning in LOOK_MEANINGS.items():
+        for look, meaning in MEANINGS.items():
             yield Text(f"  {look:6} {meaning}")
         yield Text(
-            "and compared. A cell is the largest difference, and what is allowed, of the value's scale.\n"
+            "and compared. A cell is the difference and what is allowed, in units of the value's scale.\n"
         )
         yield self.table()
         if self.absent:
             yield Text("\nNot compared")
-            for absent in self.absent:
-                yield Text(f"  {absent.name}: {absent.reason}", style="dim")
+            for line in self.absences:
+                yield Text(f"  {line}", style="dim")
         yield Text(f"\n{self.derivation}", style="dim")
         yield Text(f"\n{self.verdict}", style="bold green" if self.held else "bold red")
 
@@ -249,8 +256,6 @@ class Report:
 
         path: where to write it, if anywhere. It loads nothing.
         """
-        from .heatmap import page
-
         text = page(self)
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")

@@ -10,7 +10,7 @@ from torch import Tensor
 __all__ = ["SINGLE", "Given", "Steps", "taken"]
 
 SINGLE: Final = "float32"
-"""What a given function is told instead of a name for what a model computes in float32 whatever its precision."""
+"""What a given function is told, in place of a name, of what every model computes in float32."""
 
 Given = Mapping[str, Tensor] | Callable[[str, Tensor], Tensor]
 """What the next step reads in place of a computed value: values by name, or a function that is told the name
@@ -43,7 +43,7 @@ class Steps:
         self._real = real
 
     def between(self, value: Tensor, told: str = "") -> Tensor:
-        """What is read next of a value that has no name; see `SINGLE` for what a given function may be told."""
+        """What is read next of a value that has no name, of which a given function is told `told`."""
         return self._following(told, value)
 
     def __call__(self, name: str, value: Tensor) -> Tensor:

@@ -43,30 +43,40 @@ def verify(model: StandardizedTransformer, inputs: Any = None, *, progress: bool
     Each value that the model serves is read in one forward and computed again by the reference, by three
     looks: by `step` from the model's own values just before it, by `block` from the model's own stream that
     enters the block, and as a `whole` from the token ids. A mixture's experts are the model's own choice in
-    each, and the choice is compared by the probability that it gives up. The weights are the loaded module's, so
-    what is found is in what the module does with them: a hook, a scale, a replaced module, an edit left in.
+    each, and the choice is compared by the probability that it gives up.
 
-    A value holds where its largest difference over the real tokens, in units of its largest magnitude, is within
-    `max(floor, 4 * (moved + rounding))`. The floor is what float32 costs, in which transformers computes norms,
-    router and rotary tables whatever the weights are: 2e-5 by step and by block, 2e-4 as a whole. `rounding` is
-    half the precision's epsilon, 2**-24 for float32 and 2**-8 for bfloat16. `moved` is how far the reference's
-    value moves when every value that leads to it is off by one such rounding, at random: it is measured, so that
-    a value that a norm makes of almost nothing is not called wrong. 4 is for the up to six roundings between two
-    values that have names, and for chance. So a float32 model is held to the floors but where float32 itself
-    is not enough.
+    The weights are the loaded module's, so what is found is in what the module does with them: a scale, a
+    dropped norm, an edit left in. What a PyTorch hook changes is changed behind the value of the module it
+    is on, and found at the next one, which reads it.
+
+    A value holds where its largest difference over the real tokens, in units of its largest magnitude, is
+    within `max(floor, 4 * (moved + rounding))`:
+
+    - `floor` is what float32 costs, in which transformers computes norms, router and rotary tables whatever
+      the weights are: 2e-5 by step and by block, 2e-4 as a whole.
+    - `rounding` is half the precision's epsilon, 2**-24 for float32 and 2**-8 for bfloat16.
+    - `moved` is how far the reference's value moves when every value that leads to it is off by one such
+      rounding, and every angle of the rotary tables by 2**-23, up or down at random. It is measured, so that
+      what a norm makes of a branch of next to nothing is not called wrong.
+    - 4 is for the up to six roundings between two values that have names, and for chance.
+
+    A float32 model is so held to the floors, but where float32 itself is not enough: at position 1,000 a
+    query's angle is off by 1e-4.
 
     model: a wrapped model; its weights are loaded if they are not yet.
     inputs: one forward's text or texts, token ids `[batch seq]`, or a mapping of `input_ids` and
-        `attention_mask`, padded on the left. Fixed tokens if not given: a sequence longer than the window, and
-        a padded batch.
+        `attention_mask`, padded on the left. Fixed tokens if not given: a sequence longer than the window,
+        and a padded batch.
     progress: show a bar on a terminal or in a notebook.
 
-    The model is run by `trace`, edits of `model.edit()` included, and is left as it was. Beside it there are one
-    block's values and one weight in float64 at a time (of the head, 16,384 rows; of a mixture, one expert).
+    The model is run by `trace`, edits of `model.edit()` included, and is left as it was. Beside it there are
+    one block's values, and one weight in float64 at a time (of the head 16,384 rows, of a mixture one
+    expert). The reference runs eight times: once by each look, and again for what rounding does.
 
-    Raises: UnsupportedModel, for a model type that the reference does not cover and for a quantized, sharded or
-    absent weight; BadArgument, for something else than a wrapped model, for a weight that is not finite or that
-    the definitions do not know, and for inputs that are not text. Nothing is run or said of the model then.
+    Raises: UnsupportedModel, for a model type that the reference does not cover, and for a quantized,
+    sharded or absent weight; BadArgument, for something else than a wrapped model, for a weight that is not
+    finite or that the definitions do not know, and for inputs that are no text. Nothing is said of the model
+    then.
     """
     begun = time.perf_counter()
     _check(model)
@@ -105,8 +115,8 @@ def _check(model: Any) -> None:
         )
     if model.plan.model_type not in _COVERED:
         raise UnsupportedModel(
-            f"the reference defines {' and '.join(_COVERED)}, not {model.plan.model_type}: nothing can be said of "
-            f"this model's values."
+            f"the reference defines {' and '.join(_COVERED)}, not {model.plan.model_type}: "
+            f"nothing can be said of this model's values."
         )
 
 
@@ -119,7 +129,7 @@ def _prompts(model: Any) -> list[Prompt]:
     ids = {name: value for name, value in fields.items() if name.endswith(("_token_id", "_token_index"))}
     special = frozenset(value for value in ids.values() if isinstance(value, int))
     bos = getattr(model.tokenizer, "bos_token_id", None)
-    return default_prompts(model.plan, special, ids.get("bos_token_id") if bos is None else bos)
+    return default_prompts(model.plan, special, ids.get("bos_token_id", 0) if bos is None else bos)
 
 
 def _run(
