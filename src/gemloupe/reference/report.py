@@ -263,8 +263,8 @@ class Report:
 
 
 def _worst(rows: Iterable[Row]) -> str:
-    row = max(rows, key=lambda row: row.difference.excess)
-    return f"{row.relative:.1e} of {row.tolerance:.1e}"
+    row = max(rows, key=lambda row: row.difference.excess, default=None)
+    return "" if row is None else f"{row.relative:.1e} of {row.tolerance:.1e}"
 
 
 def _number(number: float) -> float | str:
