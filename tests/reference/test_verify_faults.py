@@ -103,19 +103,35 @@ FAULTS |= {
         scaled(f"{BLOCK}.post_per_layer_input_norm"),
         "layers[4].per_layer_output",
     ),
-    "scores' scale": ("12b", attribute(f"{BLOCK}.self_attn", "scaling"), "layers[4].self_attn.attention_scores"),
+    "scores' scale": (
+        "12b",
+        attribute(f"{BLOCK}.self_attn", "scaling"),
+        "layers[4].self_attn.attention_scores",
+    ),
     "embedding's scale": ("12b", attribute("model.embed_tokens", "embed_scale"), "token_embeddings"),
     "per-layer embedding's scale": (
         "e2b",
         attribute("model.embed_tokens_per_layer", "embed_scale"),
         "per_layer_token_inputs",
     ),
-    "per-layer projection's norm": ("e2b", scaled("model.per_layer_projection_norm"), "per_layer_context_inputs"),
+    "per-layer projection's norm": (
+        "e2b",
+        scaled("model.per_layer_projection_norm"),
+        "per_layer_context_inputs",
+    ),
     "last norm": ("12b", scaled("model.norm"), "raw_logits"),
     "head": ("12b", scaled("lm_head"), "raw_logits"),
     "shifted position": ("12b", shifted(f"{BLOCK}.self_attn"), "layers[4].self_attn.own_keys"),
-    "shifted position of a borrower": ("e2b", shifted("model.layers.7.self_attn"), "layers[7].self_attn.attention_queries"),
-    "router's scale": (MIXTURE, attribute("model.layers.2.router", "scalar_root_size"), "layers[2].mlp.router_logits"),
+    "shifted position of a borrower": (
+        "e2b",
+        shifted("model.layers.7.self_attn"),
+        "layers[7].self_attn.attention_queries",
+    ),
+    "router's scale": (
+        MIXTURE,
+        attribute("model.layers.2.router", "scalar_root_size"),
+        "layers[2].mlp.router_logits",
+    ),
     "router's projection": (MIXTURE, scaled("model.layers.2.router.proj"), "layers[2].mlp.router_logits"),
     "experts' norm": (
         MIXTURE,
@@ -133,7 +149,7 @@ FAULTS |= {
         "layers[2].mlp.mlp_projection",
     ),
     "swapped experts": (MIXTURE, swapped("model.layers.2.experts", 3, 5), "layers[2].mlp.expert_outputs"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -150,8 +166,9 @@ def test_a_fault_in_the_module_is_found_where_it_is(fault: str):
 
 
 def test_a_window_that_changed_since_the_model_was_loaded_is_found_in_the_scores():
-    model = tiny("31b", seed=SEED)
-    model._module.config.sliding_window -= 1
+    module: Any = tiny_module("31b", seed=SEED)
+    model = wrapped(module)
+    module.config.sliding_window -= 1
     report = verify(model)
     assert report.first is not None
     assert (report.first.name, report.first.absolute) == (
@@ -211,7 +228,7 @@ def edit(model: Any, name: str) -> None:
 
 
 def editable() -> list[tuple[str, str]]:
-    """The values of the whole model and of a block of each kind: one that lends, one that borrows, a mixture."""
+    """The values of the whole model, and of a block that lends, one that borrows, and a mixture."""
     chosen = {"e2b": ("", "layers[4].", "layers[7]."), MIXTURE: ("layers[2].",)}
     return [
         (shape, name)
