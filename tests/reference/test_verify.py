@@ -102,6 +102,18 @@ def test_any_text_can_be_verified_on(inputs: Any):
     assert len(report.tokens) == 1
 
 
+def test_far_positions_are_as_exact_as_float32_tables_allow():
+    model = tiny("12b", seed=SEED, num_hidden_layers=2, max_position_embeddings=2048)
+    report = verify(model, [[2, *(20 + i % 200 for i in range(999))]])
+    assert report.held, report.first
+    queries = report.row("layers[1].self_attn.attention_queries")
+    assert queries.relative > FLOOR["step"] / 2
+    # An angle of a thousand radians is off by up to 1.2e-4, and that is allowed four times.
+    assert FLOOR["step"] < queries.tolerance < 6e-4
+    # What does not turn is held to the floor.
+    assert report.row("layers[1].self_attn.own_values").tolerance == FLOOR["step"]
+
+
 def test_padding_is_not_compared():
     ids = torch.tensor([[0, 0, 2, 30, 40], [2, 50, 60, 70, 80]])
     padded = verify(tiny("e2b"), {"input_ids": ids, "attention_mask": ids.ne(0).long()})
