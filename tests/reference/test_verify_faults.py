@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from gemloupe import StandardizedTransformer, verify
 from gemloupe.paths import find
 from gemloupe.reference import names
+from gemloupe.reference.looks import LOOKS
 from gemloupe.testing import SHAPES, tiny, tiny_module, tiny_tokenizer
 from tests.core.models import SEED, ids
 
@@ -163,6 +164,26 @@ def test_a_fault_in_the_module_is_found_where_it_is(fault: str):
     # It is one fault: what is computed from the model's own values beside it holds.
     assert len({row.block for row in report.faults if row.look == "step"}) == 1
     assert not report.held
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_fault_that_one_of_the_forwards_shows_is_found(rows: int):
+    module = tiny_module("12b", seed=SEED)
+    answers(module.model.layers[3].self_attn.o_proj, lambda out: out * (1.01 if len(out) == rows else 1))
+    report = verify(wrapped(module))
+    assert report.first is not None
+    assert report.first.name == "layers[3].self_attn.attention_projection"
+
+
+def test_a_fault_shows_in_its_step_then_in_its_block_then_in_the_whole():
+    module = tiny_module("12b", seed=SEED)
+    answers(module.model.layers[3].self_attn.o_proj, lambda out: out + 0.1 * out.roll(1, -1))
+    faults = verify(wrapped(module)).faults
+    found = {look: [row.name for row in faults if row.look == look] for look in LOOKS}
+    first, last = "layers[3].self_attn.attention_projection", "layers[3].layer_output"
+    assert found["step"] == [first]
+    assert (found["block"][0], found["block"][-1]) == (first, last)
+    assert (found["whole"][0], found["whole"][-1]) == (first, "next_token_probs")
 
 
 def test_a_window_that_changed_since_the_model_was_loaded_is_found_in_the_scores():
