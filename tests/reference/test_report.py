@@ -155,7 +155,7 @@ def test_the_page_of_a_published_model_is_small_and_whole(checkpoint: Any, tmp_p
     # It loads nothing and runs nothing.
     assert not {"script", "link", "img", "iframe", "object"} & {tag for tag, _ in page.elements}
     attributes = {name for _, each in page.elements for name in each}
-    assert attributes <= {"lang", "charset", "class", "title", "type", "name", "id", "checked"}
+    assert attributes <= {"lang", "charset", "class", "title", "type", "name", "id", "checked", "for"}
     assert not any(word in text for word in ("http:", "https:", "url(", "@import"))
 
 

@@ -46,9 +46,8 @@ def page(report: Report) -> str:
             f"<h1>{escape(report.model)}: {report.num_layers} blocks, {escape(report.precision)}</h1>",
             f'<p class="{verdict}"><b>{escape(report.verdict)}</b></p>',
             *_faults(report),
-            "<p>Each value is computed by the reference ",
-            *(_button(look, MEANINGS[look]) for look in LOOKS),
-            "</p>",
+            "<p>Each value is computed by the reference:</p>",
+            *(_button(look) for look in LOOKS),
             *(_section(report, look) for look in LOOKS),
             f"<p>{_key()}</p>",
             f"<p><small>{escape(report.derivation)}</small></p>",
@@ -60,14 +59,15 @@ def page(report: Report) -> str:
 
 def _colours() -> str:
     cells = "".join(f".{name}{{background:{colour}}}" for name, colour, _ in _SHADES.values())
-    # A radio button shows the section of its look.
-    shown = "".join(f"body:has(#{look}:checked) #by-{look}{{display:block}}" for look in LOOKS)
+    # A radio button shows the section of its look, which comes after it.
+    shown = "".join(f"#{look}:checked~#by-{look}{{display:block}}" for look in LOOKS)
     return f"{cells}{shown}"
 
 
-def _button(look: Look, meaning: str) -> str:
+def _button(look: Look) -> str:
     checked = " checked" if look == LOOKS[0] else ""
-    return f'<label><input type="radio" name="look" id="{look}"{checked}> {look}: {escape(meaning)}</label>'
+    label = f'<label for="{look}">{look}: {escape(MEANINGS[look])}</label>'
+    return f'<input type="radio" name="look" id="{look}"{checked}>{label}'
 
 
 def _section(report: Report, look: Look) -> str:
