@@ -32,8 +32,8 @@ def answers(module: nn.Module, change: Callable[[Any], Any]) -> None:
     module.forward = lambda *args, **kwargs: change(forward(*args, **kwargs))
 
 
-def scaled(path: str) -> Callable[[Any], None]:
-    return lambda model: answers(model.get_submodule(path), lambda out: out * SLIGHTLY)
+def scaled(path: str, factor: float = SLIGHTLY) -> Callable[[Any], None]:
+    return lambda model: answers(model.get_submodule(path), lambda out: out * factor)
 
 
 def without(path: str) -> Callable[[Any], None]:
@@ -98,10 +98,14 @@ FAULTS |= {
     if part.endswith("norm")
 }
 FAULTS |= {
-    "scaled per-layer gate": ("e4b", scaled(f"{BLOCK}.per_layer_input_gate"), "layers[4].per_layer_output"),
+    "scaled per-layer gate": (
+        "e4b",
+        scaled(f"{BLOCK}.per_layer_input_gate", 1.1),
+        "layers[4].per_layer_output",
+    ),
     "scaled per-layer norm": (
         "e4b",
-        scaled(f"{BLOCK}.post_per_layer_input_norm"),
+        scaled(f"{BLOCK}.post_per_layer_input_norm", 1.02),
         "layers[4].per_layer_output",
     ),
     "scores' scale": (
@@ -244,8 +248,10 @@ def test_a_fault_on_padding_is_none_and_on_one_token_is_one():
 def edit(model: Any, name: str) -> None:
     host, _ = find(model, name)
     value = name.rpartition(".")[2]
+    # Where its gates are all but shut, float32 leaves a token's per-layer branch no more than this.
+    factor = 1.02 if value == "per_layer_output" else SLIGHTLY
     with model.edit(inplace=True):
-        setattr(host, value, getattr(host, value) * SLIGHTLY)
+        setattr(host, value, getattr(host, value) * factor)
 
 
 def editable() -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from .cache import Cache
 from .mixture import route
 from .ops import gate_up, gelu_mul, gelu_tanh, linear, residual, rmsnorm
 from .sight import Sight
-from .steps import Given, Steps
+from .steps import SINGLE, Given, Steps
 from .weights import BlockWeights, Weights
 
 __all__ = ["block"]
@@ -103,7 +103,10 @@ def _per_layer(steps: Steps, weights: BlockWeights, x: Residual, given: PerLayer
     # For a token whose gates are shut next to nothing is left, which the norm then makes as large as any:
     # what rounding does between these is not small, so they are told.
     gate = steps.between(linear(weights["per_layer_input_gate.weight"], x))
-    gated = steps.between(steps.between(gelu_tanh(gate)) * given)
+    # Of a gate far below zero the tanh is next to -1: in float32 the sum of 1 and it has lost its digits, and
+    # what is lost is a rounding of the gate itself.
+    lost = steps.between(gate, SINGLE) - gate
+    gated = steps.between(steps.between(gelu_tanh(gate) + lost) * given)
     return steps.between(linear(weights["per_layer_projection.weight"], gated))
 
 

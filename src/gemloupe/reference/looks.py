@@ -6,10 +6,10 @@ A look says what the reference computes a value from:
     block    the model's own stream that enters the block: errors of earlier blocks do not pile up
     whole    the token ids: what the whole computation comes to
 
-Each look computes twice: exactly, and shaken, every value off by one rounding of the model's precision, up
-or down at random, before the next one reads it. How far the shaken value lies from the exact one is what
-that precision explains there, whatever the steps between do with an error: a norm after a branch of all but
-nothing makes it large.
+Each look computes exactly and, a few times, shaken: every value off by one rounding of the model's
+precision, up or down at random, before the next one reads it. How far a shaken value lies from the exact one
+is what that precision explains there, whatever the steps between do with an error: a norm after a branch of
+all but nothing makes it large.
 
 The experts are the model's own choice in every look: of two that all but tie rounding may take either, and
 all that follows is another number then. The choice itself is compared by `compare.choices`.
@@ -43,14 +43,14 @@ MEANINGS: Final[dict[Look, str]] = {
 }
 """What the reference computes a value from, by each look."""
 
-# How many draws of the roundings each look takes: over a whole model what one draw does is a matter of luck.
-_DRAWS: Final[dict[Look, int]] = {"step": 1, "block": 1, "whole": 3}
+# How many draws of the roundings each look takes: the more steps between, the more is luck in what one does.
+_DRAWS: Final[dict[Look, int]] = {"step": 2, "block": 3, "whole": 3}
 
 # Of the positions of a forward, so many are answered at a time: a vocabulary of logits is large.
 _POSITIONS: Final = 64
 
-# The rotary tables are float32: a frequency is rounded, and its product with the position again.
-_SINGLE_ANGLE: Final = 2**-23
+# What a model does in float32 is rounded twice: a frequency, say, and then its product with the position.
+_SINGLE: Final = 2**-23
 
 # What the look at a block takes from the model beside the experts, and what a borrowing block borrows.
 _ENTRANCES: Final = frozenset(
@@ -158,7 +158,7 @@ class _Track:
             value = self._weights.real(served)
         if not self._noise or not value.is_floating_point():
             return value
-        return value * (1 + (_SINGLE_ANGLE if name == SINGLE else self._noise) * self._signs(value.shape))
+        return value * (1 + (_SINGLE if name == SINGLE else self._noise) * self._signs(value.shape))
 
     def _signs(self, shape: torch.Size) -> Tensor:
         """One or minus one at random, alike in all rows of a batch and in all heads: numbers are dear."""

@@ -71,7 +71,7 @@ def verify(model: StandardizedTransformer, inputs: Any = None, *, progress: bool
 
     The model is run by `trace`, edits of `model.edit()` included, and is left as it was. Beside it there are
     one block's values, and one weight in float64 at a time (of the head 16,384 rows, of a mixture one
-    expert). The reference runs eight times: once by each look, and again for what rounding does.
+    expert). The reference runs eleven times: once by each look, and again for what rounding does.
 
     Raises: UnsupportedModel, for a model type that the reference does not cover, and for a quantized,
     sharded or absent weight; BadArgument, for something else than a wrapped model, for a weight that is not
