@@ -1,4 +1,4 @@
-"""Writes what can be generated of the documents: docs/vocabulary.md, and the tables of two other pages.
+"""Writes what can be generated of the documents: docs/vocabulary.md, the tables of two other pages, drawings.
 
     python docs/generate.py            writes them
     python docs/generate.py --check    exit status 1 where a committed page differs
@@ -21,6 +21,7 @@ from gemloupe import errors
 from gemloupe.capture import FORWARD_ORDER
 from gemloupe.card import read_card
 from gemloupe.envoys.facts import BlockFacts
+from gemloupe.reference.drawing import drawing
 from gemloupe.served import Served, served_values
 from gemloupe.standardized import StandardizedTransformer
 from gemloupe.support import HOSTS
@@ -63,6 +64,12 @@ PLACES: Final = {
     "layers[i].self_attn": "On its attention, `layers[i].self_attn`",
     "layers[i].mlp": "On its MLP, `layers[i].mlp`",
 }
+
+DRAWN: Final = {
+    "dense": ("e2b", 0, "The data flow of a block with per-layer embeddings"),
+    "mixture": ("26b-a4b", 0, "The data flow of a block with a mixture of experts"),
+}
+"""The drawings of docs/reference.md: a block of a shape, and what a screen reader says of it."""
 
 NOT_CALLED_BY_USERS: Final = ("interleave",)
 """Public methods of the root that override nnsight's and that nnsight calls."""
@@ -158,7 +165,14 @@ def pages() -> dict[Path, str]:
         ROOT / "docs" / "vocabulary.md": vocabulary(),
         readme: between(readme.read_text(encoding="utf-8"), "vocabulary", short_tables()),
         wrong: between(wrong.read_text(encoding="utf-8"), "errors", error_table(link="#{}")),
+        **{ROOT / "docs" / f"block-{name}.svg": block_drawing(*block) for name, block in DRAWN.items()},
     }
+
+
+def block_drawing(shape: str, index: int, title: str) -> str:
+    """The data flow of one block of a shape, the layouts as the values' descriptors say."""
+    layouts = {name: str(value.layout) for _, name, value in values()}
+    return drawing(read_card(f"tiny:{shape}").plan.blocks[index], layouts, title)
 
 
 def between(text: str, name: str, new: str) -> str:

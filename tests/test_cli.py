@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 from huggingface_hub.utils import are_progress_bars_disabled
 from huggingface_hub.utils import logging as hub_logging
 from transformers import LlamaConfig
@@ -21,10 +22,10 @@ from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 import gemloupe
-from gemloupe import card, tour
+from gemloupe import card, targets, tour
 from gemloupe.cli import app
 from gemloupe.plan import plan
-from gemloupe.testing import SHAPES, tiny_config
+from gemloupe.testing import SHAPES, save_tiny, tiny, tiny_config, tiny_module, tiny_tokenizer
 from tests.test_plan import PUBLISHED
 
 WIDE: Final = {"COLUMNS": "200"}
@@ -111,6 +112,7 @@ HEAVY: Final = (
         (["--version"], []),
         (["tour", "--help"], []),
         (["inspect", "--help"], []),
+        (["verify", "--help"], []),
         (["inspect", "tiny:e2b"], ["torch", "transformers", "nnsight", "huggingface_hub"]),
     ],
 )
@@ -128,7 +130,11 @@ def test_help_imports_nothing_heavy(arguments: list[str], heavy: list[str]):
 
 def test_help_names_the_commands_and_the_shapes():
     text = invoke("--help").stdout
-    assert re.findall(r"^│ (\w+) ", text.partition("Commands")[2], re.MULTILINE) == ["tour", "inspect"]
+    assert re.findall(r"^│ (\w+) ", text.partition("Commands")[2], re.MULTILINE) == [
+        "tour",
+        "inspect",
+        "verify",
+    ]
     assert "--version" in text
     shapes = re.search(r"shape: (.+?)\.", invoke("tour", "--help").stdout)
     assert shapes
@@ -204,7 +210,9 @@ def test_a_wrong_target_is_one_line_and_exit_status_2(
     assert WRONG[name] in result.stderr
 
 
-@pytest.mark.parametrize("arguments", [("tour", "--shape", "e3b"), ("inspect", "tiny:e3b")])
+@pytest.mark.parametrize(
+    "arguments", [("tour", "--shape", "e3b"), ("inspect", "tiny:e3b"), ("verify", "tiny:e3b")]
+)
 def test_an_unknown_shape_names_the_known(arguments: tuple[str, ...]):
     result = invoke(*arguments)
     assert result.exit_code == 2
@@ -218,6 +226,73 @@ def test_a_wrong_call_is_exit_status_2(arguments: tuple[str, ...]):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.output
+
+
+# ---- verify -----------------------------------------------------------------------------------------------
+
+
+def test_a_verification_in_a_process(tmp_path: Path):
+    page = tmp_path / "page.html"
+    result = run("verify", "tiny:e2b", "--html", str(page))
+    assert (result.stderr, result.returncode) == ("", 0)
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == "tiny:e2b: 10 blocks, float32"
+    assert any(re.fullmatch(r"self_attn\.own_keys 5 .+ yes", line) for line in lines)
+    assert lines[-1] == "Every value is what its definition says: 597 of 597 rows hold."
+    assert "<title>tiny:e2b: verify</title>" in page.read_text(encoding="utf-8")
+
+
+def test_a_verification_of_a_directory_as_json(tmp_path: Path):
+    save_tiny(tmp_path, "26b-a4b", dtype=torch.bfloat16)
+    result = invoke("verify", str(tmp_path), "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    data = json.loads(result.stdout)
+    assert (data["model"], data["held"], data["precision"]) == (str(tmp_path), True, "bfloat16")
+
+
+@pytest.mark.parametrize("arguments", [(), ("--json",)])
+def test_a_value_that_does_not_hold_is_exit_status_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...]
+):
+    def faulty(_target: str) -> Any:
+        model: Any = tiny("12b")
+        model._module.model.layers[3].self_attn.scaling = 1.01
+        return model
+
+    monkeypatch.setattr(targets, "load", faulty)
+    page = tmp_path / "page.html"
+    result = invoke("verify", "tiny:12b", "--html", str(page), *arguments)
+    assert (result.exit_code, result.stderr) == (1, "")
+    first = "layers[3].self_attn.attention_scores"
+    assert first in result.stdout
+    assert f"<li>{first}, from" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["empty", "missing", "broken", "unconsidered", "llama"])
+def test_a_target_that_cannot_be_verified_is_one_line_and_exit_status_2(
+    wrong_targets: dict[str, str], name: str
+):
+    result = invoke("verify", wrong_targets[name])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert re.fullmatch(r"gemloupe: .+\n", result.stderr)
+
+
+def test_a_weight_that_is_no_number_is_exit_status_2(tmp_path: Path):
+    module: Any = tiny_module("12b")
+    with torch.no_grad():
+        module.model.layers[2].mlp.up_proj.weight[0, 0] = torch.nan
+    module.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    result = invoke("verify", str(tmp_path))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "model.layers.2.mlp.up_proj.weight holds NaN" in result.stderr
+
+
+def test_a_page_that_cannot_be_written_is_said_before_anything_runs(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "missing" / "page.html"):
+        result = invoke("verify", "tiny:12b", "--html", str(path))
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert "is no file that can be written" in result.stderr
 
 
 def test_a_mistake_of_ours_is_not_called_the_users(monkeypatch: pytest.MonkeyPatch):

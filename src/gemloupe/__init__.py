@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from . import testing as testing
     from .plan import ModelPlan as ModelPlan
     from .plan import plan as plan
+    from .reference.report import Report as Report
+    from .reference.verification import verify as verify
     from .references import Reference as Reference
     from .standardized import StandardizedTransformer as StandardizedTransformer
 
@@ -25,22 +27,26 @@ __version__ = "0.1.0"
 _HOME = {
     "ModelPlan": ".plan",
     "Reference": ".references",
+    "Report": ".reference.report",
     "StandardizedTransformer": ".standardized",
     "errors": ".errors",
     "families": ".families",
     "plan": ".plan",
     "testing": ".testing",
+    "verify": ".reference.verification",
 }
 
 __all__ = [
     "ModelPlan",
     "Reference",
+    "Report",
     "StandardizedTransformer",
     "__version__",
     "errors",
     "families",
     "plan",
     "testing",
+    "verify",
 ]
 
 

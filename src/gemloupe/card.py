@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
@@ -19,17 +19,16 @@ from rich.table import Table
 from rich.text import Text
 
 from .envoys.facts import BlockFacts
-from .errors import BadArgument, GemloupeError, LoadError
+from .errors import GemloupeError, LoadError
 from .families import family
 from .loading import read_config, text_config
 from .plan import BlockPlan, ModelPlan
 from .served import Served, served_values
 from .support import HOSTS, SupportRow, spans
+from .targets import tiny_target
 from .traps import traps
 
 __all__ = ["Card", "read_card"]
-
-_TINY: Final = "tiny:"
 
 
 def read_card(target: str) -> Card:
@@ -38,7 +37,8 @@ def read_card(target: str) -> Card:
     Raises: LoadError, where there is no config or it cannot be read; UnsupportedModel, for a model that this
     package does not know; BadArgument, for an unknown tiny model.
     """
-    config = _tiny_config(target) if target.startswith(_TINY) else _config(target)
+    of_tiny = tiny_target(target)
+    config = _config(target) if of_tiny is None else _tiny_config(*of_tiny)
     return Card(target, family(text_config(config).model_type).plan(config))
 
 
@@ -107,17 +107,10 @@ class Card:
 # -- reading the target --------------------------------------------------------------------------
 
 
-def _tiny_config(target: str) -> Any:
-    from .testing import SHAPES, tiny_config
+def _tiny_config(shape: str, wrapper: bool) -> Any:
+    from .testing import tiny_config
 
-    shape, *rest = target.removeprefix(_TINY).split(":")
-    if shape not in SHAPES or rest not in ([], ["wrapper"]):
-        known = ", ".join(_TINY + known for known in SHAPES)
-        raise BadArgument(
-            f"there is no {target}; the tiny models are {known}, each also as the whole multimodal model, as "
-            f"in {_TINY}{SHAPES[0]}:wrapper."
-        )
-    return tiny_config(shape, wrapper=bool(rest))
+    return tiny_config(shape, wrapper=wrapper)
 
 
 def _config(target: str) -> Any:

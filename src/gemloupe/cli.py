@@ -1,7 +1,8 @@
-"""The command line: `python -m gemloupe tour` and `python -m gemloupe inspect TARGET`.
+"""The command line: `python -m gemloupe tour`, `inspect TARGET` and `verify TARGET`.
 
 What a command needs is imported when it runs: `--help` and `--version` import no torch. Exit status: 0, or
-1 where the tour found something that does not hold, or 2 for a wrong target, in one line on stderr.
+1 where the tour or a verification found something that does not hold, or 2 for a wrong target, in one line
+on stderr.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -96,6 +99,43 @@ def inspect(
         typer.echo(card.to_json())
     else:
         _console().print(card)
+
+
+@app.command()
+def verify(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A repo id, a directory with weights, or tiny:SHAPE (tiny:SHAPE:wrapper).",
+            show_default=False,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with a heatmap of value by block.", show_default=False)
+    ] = None,
+) -> None:
+    """Compare every value of a model, on every block, with its float64 definition.
+
+    Loads the weights and runs the model on fixed tokens. Exit status 1 if a value is not what it should be.
+    """
+    with _quiet():
+        from .reference.verification import verify as verified
+        from .targets import load
+
+        if html is not None and (html.is_dir() or not html.parent.is_dir()):
+            _refuse(f"{html} is no file that can be written; give --html PATH in a directory that is there.")
+        try:
+            report = replace(verified(load(target)), model=target)
+        except GemloupeError as error:
+            _refuse(str(error))
+    if html is not None:
+        report.to_html(html)
+    if as_json:
+        typer.echo(report.to_json())
+    else:
+        _console().print(report)
+    raise typer.Exit(0 if report.held else 1)
 
 
 def _refuse(reason: str) -> NoReturn:

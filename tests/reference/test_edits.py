@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gemloupe.paths import find
 from gemloupe.reference import forward, names
+from gemloupe.reference.steps import SINGLE
 from gemloupe.testing import SHAPES
 from tests.reference.served import Case, case, difference, layout
 
@@ -33,6 +34,24 @@ def test_every_value_is_one_step_from_those_that_the_model_serves(shape: str, ba
     found = with_given(one, one.collected)
     far = {name: difference(name, one.collected[name], value, one.mask) for name, value in found.items()}
     assert not {name: by for name, by in far.items() if not by <= BY_STEP}
+
+
+@pytest.mark.parametrize("shape", ["e2b", "26b-a4b"])
+def test_a_function_may_say_what_is_given(shape: str):
+    one, told = case(shape), []
+
+    def half(name: str, value: Tensor) -> Tensor:
+        told.append(name)
+        return value / 2 if name.endswith("mid_stream") else value
+
+    by_function = forward(one.config, one.state, one.inputs["input_ids"], one.mask, given=half)
+    given = {name: value / 2 for name, value in by_function.items() if name.endswith("mid_stream")}
+    by_name = with_given(one, given)
+    assert all(torch.equal(by_name[name], value) for name, value in by_function.items())
+    # It is told every value but the inputs, and what has no name beside them.
+    inputs = {"input_ids", "attention_mask"}
+    unnamed = {SINGLE} | ({""} if one.plan.per_layer_input_size else set())
+    assert set(told) == (set(names(one.plan)) - inputs) | unnamed
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -13,6 +13,7 @@ import gemloupe.layouts
 from gemloupe import StandardizedTransformer
 from gemloupe.capture import FORWARD_ORDER
 from gemloupe.reference import forward, names
+from gemloupe.reference.names import place
 from gemloupe.testing import SHAPES, tiny_tokenizer
 from tests.reference.served import case, layout
 from tests.test_plan import PUBLISHED, on_meta
@@ -43,6 +44,12 @@ def test_the_values_are_those_that_a_published_model_has(checkpoint: Any):
     model = StandardizedTransformer(module, tokenizer=tiny_tokenizer(), device="meta")
     assert set(names(model.plan)) == supported(model)
     assert len(names(model.plan)) == len(set(names(model.plan)))
+
+
+def test_the_place_of_a_name():
+    assert place("layers[12].mlp.mlp_output") == (12, "mlp.mlp_output")
+    assert place("layers[3].layer_input") == (3, "layer_input")
+    assert place("per_layer_inputs") == (None, "per_layer_inputs")
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -6,6 +6,10 @@ It shares no code with transformers or with the envoys, and reads nothing but we
     block      one block, from the stream that enters it
     forward    the whole model, from token ids to every value by its standard name
     names      which values those are
+    drawing    a block's data flow as an SVG
+
+`gemloupe.verify` holds a model to them: `looks` runs the reference beside the model, `compare` says how far a
+value is off and how far it may be, `report` what was found.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ..plan import BlockPlan, RotaryPlan
 from .cache import Cache
 from .ops import gqa_logits, gqa_mix, linear, rmsnorm, rmsnorm_unit, rope, softmax
 from .sight import Sight
-from .steps import Steps
+from .steps import SINGLE, Steps
 from .weights import BlockWeights
 
 __all__ = ["attend"]
@@ -56,7 +56,9 @@ def attend(
     else:
         keys, values = borrowed
     queries = _normed(weights, "q", _heads(plan, weights, "q", x), eps)
-    queries = steps("self_attn.attention_queries", _turned(plan.rotary, queries, sight).transpose(1, 2))
+    queries = steps(
+        "self_attn.attention_queries", _turned(steps, plan.rotary, queries, sight).transpose(1, 2)
+    )
     keys = steps("self_attn.attention_keys", keys)
     values = steps("self_attn.attention_values", values)
 
@@ -78,7 +80,7 @@ def _own(
 ) -> tuple[Keys, Keys]:
     """The keys and values of these tokens, by a block that computes them."""
     projected = _heads(plan, weights, "k", x)
-    keys = _turned(plan.rotary, _normed(weights, "k", projected, eps), sight)
+    keys = _turned(steps, plan.rotary, _normed(weights, "k", projected, eps), sight)
     # Where there is no `v_proj` the values are the keys' projection, neither weighted nor turned.
     values = rmsnorm_unit(eps, projected if plan.values_from_keys else _heads(plan, weights, "v", x))
     return (
@@ -95,8 +97,8 @@ def _normed(weights: BlockWeights, of: str, heads: ByHead, eps: float) -> ByHead
     return rmsnorm(eps, heads, weights[f"self_attn.{of}_norm.weight"])
 
 
-def _turned(rotary: RotaryPlan, heads: ByHead, sight: Sight) -> ByHead:
+def _turned(steps: Steps, rotary: RotaryPlan, heads: ByHead, sight: Sight) -> ByHead:
     """The rotary embedding: of every pair of a head's coordinates, or of the first `rotated / 2` pairs."""
     # To divide every frequency by a number is to divide every position by it.
-    place = sight.positions[..., None].double() / rotary.factor
+    place = steps.between(sight.positions[..., None].double() / rotary.factor, SINGLE)
     return rope(rotary.theta, rotary.head_dim, rotary.head_dim, rotary.rotated // 2, place, heads)

@@ -11,8 +11,6 @@ experts', each through a norm of its own. Every norm is `rmsnorm`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor
 
 from ..errors import BadArgument
@@ -23,7 +21,7 @@ from .cache import Cache
 from .mixture import route
 from .ops import gate_up, gelu_mul, gelu_tanh, linear, residual, rmsnorm
 from .sight import Sight
-from .steps import Steps
+from .steps import SINGLE, Given, Steps
 from .weights import BlockWeights, Weights
 
 __all__ = ["block"]
@@ -38,7 +36,7 @@ def block(
     per_layer_input: PerLayerInput | None = None,
     borrowed: tuple[Keys, Keys] | None = None,
     cache: Cache | None = None,
-    given: Mapping[str, Tensor] | None = None,
+    given: Given | None = None,
 ) -> dict[str, Tensor]:
     """Every value of block `index`, by its standard name (`layers[3].mlp.mlp_output`), in forward order.
 
@@ -50,8 +48,9 @@ def block(
     per_layer_input: this block's slice of `per_layer_inputs`, on a checkpoint that has them.
     borrowed: the keys and values of the block that this one borrows from, every token's.
     cache: the tokens before these, to which this block's keys and values are appended.
-    given: values by standard name that take the place of this block's own in all that follows from them;
-        what is returned under their names is what the block computes. Given every value that a model
+    given: values by standard name that take the place of this block's own in all that follows from them, or
+        a function of a name and the computed value; what is returned under their names is what the block
+        computes. Given every value that a model
         serves, each is computed from the model's own a step before.
 
     Raises: BadArgument, if the block needs `per_layer_input` or `borrowed` and has none.
@@ -87,7 +86,7 @@ def block(
     stream = residual(1, stream, added)
 
     if per_layer_input is not None:
-        projection = _per_layer(of_block, stream, per_layer_input)
+        projection = _per_layer(steps, of_block, steps.between(stream), per_layer_input)
         added = steps("per_layer_output", normed("post_per_layer_input_norm", projection))
         stream = residual(1, stream, added)
     steps("layer_output", stream * of_block["layer_scalar"].double())
@@ -100,9 +99,15 @@ def _dense(steps: Steps, weights: BlockWeights, x: Residual) -> Residual:
     return linear(weights["mlp.down_proj.weight"], neurons)
 
 
-def _per_layer(weights: BlockWeights, x: Residual, given: PerLayerInput) -> Residual:
-    gate = gelu_tanh(linear(weights["per_layer_input_gate.weight"], x))
-    return linear(weights["per_layer_projection.weight"], gate * given)
+def _per_layer(steps: Steps, weights: BlockWeights, x: Residual, given: PerLayerInput) -> Residual:
+    # For a token whose gates are shut next to nothing is left, which the norm then makes as large as any:
+    # what rounding does between these is not small, so they are told.
+    gate = steps.between(linear(weights["per_layer_input_gate.weight"], x))
+    # Of a gate far below zero the tanh is next to -1: in float32 the sum of 1 and it has lost its digits, and
+    # what is lost is a rounding of the gate itself.
+    lost = steps.between(gate, SINGLE) - gate
+    gated = steps.between(steps.between(gelu_tanh(gate) + lost) * given)
+    return steps.between(linear(weights["per_layer_projection.weight"], gated))
 
 
 def _check_given(plan: BlockPlan, per_layer_input: Tensor | None, borrowed: object) -> None:

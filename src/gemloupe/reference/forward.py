@@ -25,7 +25,7 @@ from .block import block
 from .cache import Cache
 from .ops import embed, linear, lm_head, residual, rmsnorm, softcap, softmax
 from .sight import sight
-from .steps import Steps
+from .steps import Given, Steps, taken
 from .weights import Weights
 
 __all__ = ["entrance", "forward", "head", "parts"]
@@ -42,7 +42,7 @@ def forward(
     *,
     images: Tokens | None = None,
     cache: Cache | None = None,
-    given: Mapping[str, Tensor] | None = None,
+    given: Given | None = None,
 ) -> dict[str, Tensor]:
     """Every value of one forward by its standard name, in forward order, in float64.
 
@@ -58,7 +58,8 @@ def forward(
     images: which image each token belongs to, -1 for none; see `sight`. It says who sees ahead, not more.
     cache: the tokens before these; the new ones are appended to it.
     given: values by name that take the place of the computed ones in all that follows from them, as an
-        edit does; what is returned under their names is what was computed.
+        edit does, or a function of a name and the computed value; what is returned under their names is
+        what was computed.
 
     Raises: as `Weights`; BadArgument, for ids or masks that do not fit.
     """
@@ -76,7 +77,7 @@ def parts(
     *,
     images: Tokens | None = None,
     cache: Cache | None = None,
-    given: Mapping[str, Tensor] | None = None,
+    given: Given | None = None,
 ) -> Iterator[dict[str, Tensor]]:
     """What `forward` returns, piece by piece: the inputs, the entrance, each block, the head.
 
@@ -89,7 +90,7 @@ def parts(
     yield {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def after(found: dict[str, Tensor], name: str) -> Tensor:
-        return weights.real(given[name]) if given and name in given else found[name]
+        return weights.real(taken(given, name, found[name]))
 
     found = entrance(weights, input_ids, given=given)
     stream = after(found, "token_embeddings")
@@ -119,13 +120,14 @@ def parts(
             # Its own, not those that it attends with: these are private to the block.
             own = [after(found, f"{at}.self_attn.own_{kind}") for kind in ("keys", "values")]
             lent[plan.index] = (own[0], own[1]) if cache is None else cache.of(plan.index)
-        yield found
+        # Who waits for the next piece is not to hold this one.
+        handed = [found]
+        del found
+        yield handed.pop()
     yield head(weights, stream, given=given)
 
 
-def entrance(
-    weights: Weights, input_ids: Tokens, *, given: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def entrance(weights: Weights, input_ids: Tokens, *, given: Given | None = None) -> dict[str, Tensor]:
     """What the tokens are before the first block, by name: their embeddings and their per-layer inputs.
 
     given: see `block`.
@@ -141,9 +143,7 @@ def entrance(
     return steps.found
 
 
-def head(
-    weights: Weights, stream: Residual, *, given: Mapping[str, Tensor] | None = None
-) -> dict[str, Tensor]:
+def head(weights: Weights, stream: Residual, *, given: Given | None = None) -> dict[str, Tensor]:
     """The model's answer to the stream that leaves the last block, by name.
 
     given: see `block`.

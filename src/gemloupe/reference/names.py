@@ -7,7 +7,7 @@ from typing import Final
 
 from ..plan import BlockPlan, ModelPlan
 
-__all__ = ["names"]
+__all__ = ["names", "names_of", "place"]
 
 Condition = Callable[[BlockPlan], bool]
 
@@ -65,10 +65,19 @@ _ANSWERS: Final = ("raw_logits", "logits", "next_token_probs")
 
 def names(plan: ModelPlan) -> tuple[str, ...]:
     """Every value of a text-only forward of `plan`'s model, in forward order."""
-    of_blocks = (
-        f"layers[{block.index}].{name}"
-        for block in plan.blocks
-        for name, has_it in _OF_BLOCK.items()
-        if has_it(block)
-    )
+    of_blocks = (f"layers[{block.index}].{name}" for block in plan.blocks for name in names_of(block))
     return (*_INPUTS, *(_PER_LAYER_INPUTS if plan.per_layer_input_size else ()), *of_blocks, *_ANSWERS)
+
+
+def names_of(block: BlockPlan) -> tuple[str, ...]:
+    """The values of one block, by their names inside it (`mlp.mlp_output`), in forward order."""
+    return tuple(name for name, has_it in _OF_BLOCK.items() if has_it(block))
+
+
+def place(name: str) -> tuple[int | None, str]:
+    """The block of a value, `None` for one of the whole model, and its name there.
+
+    `layers[3].mlp.mlp_output` is block 3's `mlp.mlp_output`.
+    """
+    block, bracket, inside = name.removeprefix("layers[").partition("].")
+    return (int(block), inside) if bracket else (None, name)

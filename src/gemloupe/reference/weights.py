@@ -75,6 +75,21 @@ class Weights:
             self._finite.add(name)
         return tensor.to(self.device)
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The precisions that the weights are held in."""
+        return {tensor.dtype for tensor in self._tensors.values()}
+
+    def check(self) -> None:
+        """Read every weight once.
+
+        Raises: BadArgument, for the first that is not finite.
+        """
+        for name, tensor in self._tensors.items():
+            if name not in self._finite:
+                _check_finite(name, tensor.detach())
+                self._finite.add(name)
+
     def of_block(self, index: int) -> BlockWeights:
         """The weights of block `index`, by their names inside it."""
         return BlockWeights(self, f"model.layers.{index}.")

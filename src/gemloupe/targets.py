@@ -1,0 +1,47 @@
+"""What a target on the command line names: a repo id, a directory, or a tiny model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from .errors import BadArgument
+
+if TYPE_CHECKING:
+    from .standardized import StandardizedTransformer
+
+__all__ = ["load", "tiny_target"]
+
+_TINY: Final = "tiny:"
+
+
+def tiny_target(target: str) -> tuple[str, bool] | None:
+    """The shape of `tiny:SHAPE` and `tiny:SHAPE:wrapper`, and whether it is the wrapper; `None` for others.
+
+    Raises: BadArgument, for an unknown tiny model.
+    """
+    if not target.startswith(_TINY):
+        return None
+    from .testing import SHAPES
+
+    shape, *rest = target.removeprefix(_TINY).split(":")
+    if shape not in SHAPES or rest not in ([], ["wrapper"]):
+        known = ", ".join(_TINY + known for known in SHAPES)
+        raise BadArgument(
+            f"there is no {target}; the tiny models are {known}, each also as the whole multimodal model, as "
+            f"in {_TINY}{SHAPES[0]}:wrapper."
+        )
+    return shape, bool(rest)
+
+
+def load(target: str) -> StandardizedTransformer:
+    """The model of a target, its weights loaded.
+
+    Raises: as `StandardizedTransformer`; BadArgument, for an unknown tiny model.
+    """
+    if (of_tiny := tiny_target(target)) is not None:
+        from .testing import tiny
+
+        return tiny(of_tiny[0], wrapper=of_tiny[1])
+    from .standardized import StandardizedTransformer
+
+    return StandardizedTransformer(target, dispatch=True)
