@@ -327,7 +327,7 @@ class Frame:
         return text[:, first:], text[:, :first].sum(-1, keepdim=True)
 
     def text(self, value: torch.Tensor, new: int) -> torch.Tensor:
-        """Which columns of the text are real when `new` tokens were fed after the prompt, `[batch column]`."""
+        """Which columns of the text hold real tokens, with `new` fed after the prompt, `[batch column]`."""
         batch, seq = value.shape[:2]
         prompt = self._prompt(value)
         if prompt is None:
