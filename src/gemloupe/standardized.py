@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
@@ -208,6 +211,24 @@ class StandardizedTransformer(Root, TransformersModel):
     def _update(self, module: Any) -> None:
         self._ready = False
         super()._update(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandardizedTransformer:
+        """A model of its own, weights and stored edits included."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo.setdefault(id(self.interleaver), type(self.interleaver)(fragments=TPFragments()))
+        # What an edit names comes with it; Python does not copy a library (`torch`).
+        memo.update({id(library): library for library in tuple(sys.modules.values())})
+        mine = {name: value for name, value in self.__dict__.items() if name != "_parent"}
+        Envoy.__setstate__(copied, {name: copy.deepcopy(value, memo) for name, value in mine.items()})
+        # A copied module is as it was before nnsight wrapped and instrumented it.
+        copied._update(copied._module)
+        for envoy in copied._sourced():
+            envoy.__dict__.pop("_labels", None)
+        for name, child in copied._named_children():
+            if name not in copied._module._modules:
+                child._update(child._module)
+        return copied
 
     def _sourced(self) -> list[StandardEnvoy]:
         return self.modules(lambda envoy: isinstance(envoy, StandardEnvoy) and bool(envoy.OPERATIONS))
