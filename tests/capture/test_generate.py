@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from gemloupe.errors import BadArgument
 from gemloupe.testing import SHAPES
@@ -211,6 +212,13 @@ def test_settings_under_which_tokens_have_no_place_are_refused(options, named):
     model = Case("e2b").model()
     with pytest.raises(BadArgument, match=named):
         model.collect(ids(LONG), "logits", generate={"max_new_tokens": 3, **GREEDY, **options})
+
+
+def test_a_given_cache_that_is_longer_than_its_text_is_refused():
+    model = Case("e2b").model()
+    cache = StaticCache(config=model._module.config, max_cache_len=20)
+    with pytest.raises(BadArgument, match=r"in a StaticCache, .* give a DynamicCache"):
+        model.collect(ids(LONG), STREAM, generate={"max_new_tokens": 3, "past_key_values": cache, **GREEDY})
 
 
 def test_a_mask_of_positions_covers_the_prompt():
