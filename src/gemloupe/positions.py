@@ -28,8 +28,7 @@ def real_tokens(encoding: Any, rows: slice, *, generating: bool = False) -> torc
     mask = encoding.get("attention_mask")
     ids = encoding.get("input_ids", encoding.get("inputs_embeds"))
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-        shared = mask.shape[0] == 1 and isinstance(ids, torch.Tensor)
-        return (mask.expand(ids.shape[0], -1) if shared else mask)[rows].bool()
+        return mask[rows].bool()
     if isinstance(ids, torch.Tensor) and ids.dim() >= 2:
         before = 0 if generating else cached_tokens(encoding)
         return torch.ones(ids.shape[0], before + ids.shape[1], dtype=torch.bool)[rows]
