@@ -116,7 +116,10 @@ class Collected(Mapping[str, Any]):
     def _described(self, key: str) -> str:
         if any(path not in self._steps for path in self._asked[key]):
             return f"{key}: not there yet"
-        value = self[key]
+        try:
+            value = self[key]
+        except BadArgument as error:
+            return f"{key}: {error}"
         return f"{key}: {list(value.shape) if isinstance(value, torch.Tensor) else f'{len(value)} tensors'}"
 
     def paths(self, value: str | Reference) -> list[str]:
@@ -281,12 +284,14 @@ def collect(
     `inputs` is what `trace` takes; a list of prompts is one left-padded batch. `values` are paths,
     references or patterns (`"layers.*.layer_output"`, `"layers[3:9].self_attn.attention_probabilities"`).
     `positions` chooses tokens: a number (that axis is dropped; -1 is the last real token), a slice, a list,
-    or a boolean mask `[batch seq]` (flat result). `dtype` and `device` say how values are kept. `generate`
-    is a number of new tokens or the arguments of `generate`; its steps are joined over absolute positions.
-    `edits(model)` runs inside the trace before anything is captured, in `generate` at every step. The
-    forward stops after the last value asked for. No gradients are kept.
+    or a boolean mask `[batch seq]` (flat result). They are places in the whole text, what a given cache
+    holds included; of a slice or a mask a value gives what it has. `dtype` and `device` say how values are
+    kept. `generate` is a number of new tokens or the arguments of `generate`; its steps are joined over
+    absolute positions. `edits(model)` runs inside the trace before anything is captured, in `generate` at
+    every step. The forward stops after the last value asked for. No gradients are kept.
 
-    Raises: UnknownName, Unavailable, BadArgument, all before anything runs.
+    Raises: UnknownName, Unavailable, BadArgument, all before anything runs; BadArgument from the
+    result, for a position that a value of a generation does not have.
     """
     _refuse_typos(kwargs)
     asked, layouts = _asked(model, values)
@@ -346,7 +351,8 @@ def record(
     """Capture values of the open trace, in any order, beside the block.
 
     In an invoke it sees that invoke's rows. In `generate` it captures every step, joined over absolute
-    positions; inside `for step in tracer.iter[...]`, that step alone. Values are detached. The result is
+    positions; inside `for step in tracer.iter[...]`, that step alone. Either way `positions` are places in
+    the whole text, and one that a value does not have is refused. Values are detached. The result is
     complete when the trace is over.
 
     Raises: UnknownName, Unavailable, BadArgument; OutsideTrace; OutOfOrder, for a value that has passed.

@@ -332,6 +332,14 @@ def test_a_position_that_the_value_does_not_have_is_refused(path, how, first, mi
         ends(Case("e2b"), path, how, position, several=False)
 
 
+def test_a_refused_position_shows_in_the_repr():
+    model = Case("e2b").model()
+    found = model.collect(ids(LONG), STREAM, positions=12, generate={"max_new_tokens": 3, **GREEDY})
+    assert repr(found) == (
+        f"Collected({STREAM}: position 12 of row 0 is not there: this value has those from 0 to 11.)"
+    )
+
+
 @pytest.mark.parametrize(("path", "how", "first"), ENDS)
 @pytest.mark.parametrize("longer", [0, NEW - 1])
 def test_a_mask_of_positions_covers_what_the_value_does_not_have(path, how, first, longer):
