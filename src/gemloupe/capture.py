@@ -116,7 +116,10 @@ class Collected(Mapping[str, Any]):
     def _described(self, key: str) -> str:
         if any(path not in self._steps for path in self._asked[key]):
             return f"{key}: not there yet"
-        value = self[key]
+        try:
+            value = self[key]
+        except BadArgument as error:
+            return f"{key}: {error}"
         return f"{key}: {list(value.shape) if isinstance(value, torch.Tensor) else f'{len(value)} tensors'}"
 
     def paths(self, value: str | Reference) -> list[str]:
@@ -151,12 +154,14 @@ class Finish:
         self.device = device
         self.generating = generating
         self.frame: Frame | None = None
+        self.step = 0
+        """The step whose values are taken, where each is kept alone."""
 
     def one(self, layout: Layout, value: torch.Tensor) -> torch.Tensor:
         """A value as it is kept."""
         value = value.detach()
         if not self.generating:
-            value = self._chosen(layout, value)
+            value = self._chosen(layout, value, self.step)
         if self.dtype is not None and value.is_floating_point():
             value = value.to(self.dtype)
         if self.device is not None:
@@ -167,27 +172,28 @@ class Finish:
 
     def whole(self, layout: Layout, parts: list[torch.Tensor]) -> torch.Tensor:
         """A value over all steps."""
-        value = parts[0] if not self.generating else joined(layout, parts)
-        return self._chosen(layout, value) if self.generating else value
+        if not self.generating:
+            return parts[0]
+        width = None if self.frame is None else self.frame.width
+        return self._chosen(layout, joined(layout, parts, width), len(parts) - 1)
 
-    def _chosen(self, layout: Layout, value: torch.Tensor) -> torch.Tensor:
-        axis = next((layout.axis(name) for name in ("seq", "query") if name in layout.axes), None)
+    def _chosen(self, layout: Layout, value: torch.Tensor, new: int) -> torch.Tensor:
+        """The chosen tokens of a value that ends where the text does, `new` tokens after the prompt."""
+        axis = _token_axis(layout)
         if self.positions is None or axis is None:
             return value
         assert self.frame is not None
         moved = value.movedim(axis, 1)
-        real, dropped = self.frame.real(moved)
+        real, before = self.frame.real(moved, new)
         chosen = self.positions
-        if isinstance(chosen, slice) or (isinstance(chosen, torch.Tensor) and chosen.dtype == torch.bool):
-            if isinstance(chosen, torch.Tensor) and self.generating:
-                chosen = place.fitted(chosen, real)
-            mask = place.select(chosen, real, dropped)
+        if isinstance(chosen, slice) or place.is_mask(chosen):
+            mask = place.select(place.fitted(chosen, self.frame.text(moved, new)), real, before)
             if not isinstance(chosen, slice):
                 return moved[mask]
             unequal(chosen, mask)
             return moved[mask].unflatten(0, (value.shape[0], int(mask[0].sum()))).movedim(1, axis)
         listed = chosen.flatten().tolist() if isinstance(chosen, torch.Tensor) else chosen
-        columns = place.columns(listed, real, dropped)
+        columns = place.columns(listed, real, before)
         taken = moved[torch.arange(len(columns), device=moved.device)[:, None], columns]
         return taken[:, 0] if isinstance(listed, int) else taken.movedim(1, axis)
 
@@ -205,44 +211,60 @@ def unequal(positions: Positions, mask: torch.Tensor) -> None:
         )
 
 
-def joined(layout: Layout, parts: list[torch.Tensor]) -> torch.Tensor:
-    """The steps of a generation as one value over all positions, as one forward over them would give it."""
-    axes = layout.axes
-    sizes = [part.shape[axis] for part in parts for axis in _counted(layout)]
-    if len(sizes) > 1 and all(later == size + 1 for size, later in itertools.pairwise(sizes)):
-        return parts[-1]  # each step holds the whole text so far, as all do without a cache
-    if "key" in axes and "query" in axes:
-        return _joined_patterns(parts)
-    if "key" in axes:
-        # The first step knows the prompt's keys; every later one adds its own, the last.
+def joined(layout: Layout, parts: list[torch.Tensor], prompt: int | None = None) -> torch.Tensor:
+    """The steps of a generation as one value over all positions, as one forward over them would give it.
+
+    `prompt`: columns of the prompt, those of a cache that the call was given included. Each step brings one
+    token more, and what it holds ends there: without a cache the whole text so far, with one the new token.
+    """
+    axis = _token_axis(layout)
+    if axis is None and "key" in layout.axes:
         axis = layout.axis("key")
+        if _grows(parts, axis):
+            return parts[-1]
+        # The first step knows the prompt's keys; every later one adds its own, the last.
         return torch.cat(
             [parts[0], *(part.narrow(axis, part.shape[axis] - 1, 1) for part in parts[1:])], axis
         )
-    for name in ("seq", "query"):
-        if name in axes:
-            return torch.cat(parts, layout.axis(name))
-    return torch.stack(parts)
+    if axis is None:
+        return torch.stack(parts)
+    if "key" in layout.axes:
+        parts = _placed(parts, layout.axis("key"), prompt or max(parts[0].shape[-2:]))
+    # Of a token that several steps held, the last of them has the say.
+    rows, covered = [], len(parts)
+    for step, part in reversed(list(enumerate(parts))):
+        size = part.shape[axis]
+        begin, end = step - size, min(step, covered)
+        if end > begin:
+            rows.append(part.narrow(axis, 0, end - begin))
+            covered = begin
+    return rows[0] if len(rows) == 1 else torch.cat(rows[::-1], axis)
 
 
-def _counted(layout: Layout) -> list[int]:
-    """The axis that counts tokens, if the layout has one."""
-    return [layout.axis(name) for name in ("seq", "query", "key") if name in layout.axes][:1]
+def _token_axis(layout: Layout) -> int | None:
+    """The axis of the tokens that were fed, if the layout has one."""
+    return next((layout.axis(name) for name in ("seq", "query") if name in layout.axes), None)
 
 
-def _joined_patterns(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Patterns or scores over all queries, keys at their absolute places.
+def _grows(parts: list[torch.Tensor], axis: int) -> bool:
+    """Whether each step holds one more than the one before it."""
+    sizes = [part.shape[axis] for part in parts]
+    return len(sizes) > 1 and all(later == size + 1 for size, later in itertools.pairwise(sizes))
+
+
+def _placed(parts: list[torch.Tensor], axis: int, prompt: int) -> list[torch.Tensor]:
+    """Patterns or scores of each step, their keys at the absolute places of the whole text.
 
     A sliding block's cache keeps the last keys only; what it dropped, and what comes later, is invisible.
     """
-    total = sum(part.shape[-2] for part in parts)
+    total = prompt + len(parts) - 1
     unseen = -torch.inf if bool((parts[0] < 0).any()) else 0.0
-    rows, done = [], 0
-    for part in parts:
-        done += part.shape[-2]
-        left = done - part.shape[-1]
-        rows.append(torch.nn.functional.pad(part, (left, total - done), value=unseen))
-    return torch.cat(rows, -2)
+    placed = []
+    for step, part in enumerate(parts):
+        left = prompt + step - part.shape[axis]
+        around = (0, 0) * (part.dim() - 1 - axis) + (left, total - prompt - step)
+        placed.append(torch.nn.functional.pad(part, around, value=unseen))
+    return placed
 
 
 def collect(
@@ -262,12 +284,14 @@ def collect(
     `inputs` is what `trace` takes; a list of prompts is one left-padded batch. `values` are paths,
     references or patterns (`"layers.*.layer_output"`, `"layers[3:9].self_attn.attention_probabilities"`).
     `positions` chooses tokens: a number (that axis is dropped; -1 is the last real token), a slice, a list,
-    or a boolean mask `[batch seq]` (flat result). `dtype` and `device` say how values are kept. `generate`
-    is a number of new tokens or the arguments of `generate`; its steps are joined over absolute positions.
-    `edits(model)` runs inside the trace before anything is captured, in `generate` at every step. The
-    forward stops after the last value asked for. No gradients are kept.
+    or a boolean mask `[batch seq]` (flat result). They are places in the whole text, what a given cache
+    holds included; of a slice or a mask a value gives what it has. `dtype` and `device` say how values are
+    kept. `generate` is a number of new tokens or the arguments of `generate`; its steps are joined over
+    absolute positions. `edits(model)` runs inside the trace before anything is captured, in `generate` at
+    every step. The forward stops after the last value asked for. No gradients are kept.
 
-    Raises: UnknownName, Unavailable, BadArgument, all before anything runs.
+    Raises: UnknownName, Unavailable, BadArgument, all before anything runs; BadArgument from the
+    result, for a position that a value of a generation does not have.
     """
     _refuse_typos(kwargs)
     asked, layouts = _asked(model, values)
@@ -327,7 +351,8 @@ def record(
     """Capture values of the open trace, in any order, beside the block.
 
     In an invoke it sees that invoke's rows. In `generate` it captures every step, joined over absolute
-    positions; inside `for step in tracer.iter[...]`, that step alone. Values are detached. The result is
+    positions; inside `for step in tracer.iter[...]`, that step alone. Either way `positions` are places in
+    the whole text, and one that a value does not have is refused. Values are detached. The result is
     complete when the trace is over.
 
     Raises: UnknownName, Unavailable, BadArgument; OutsideTrace; OutOfOrder, for a value that has passed.
@@ -352,6 +377,7 @@ def record(
 
     def task() -> None:
         for step in steps(model, first):
+            finish.step = step
             if step > 0:
                 _feed_step(model, result, step, joins=generating)
             _read(model, places, layouts, result)

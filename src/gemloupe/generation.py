@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from .errors import BadArgument
+from .prompts import CACHES
 
 __all__ = ["one_row_each", "one_step_each"]
 
@@ -40,6 +41,13 @@ def one_step_each(model: Any, verb: str, *, joins: bool) -> None:
             raise BadArgument(
                 f"{verb} does not know where the tokens stand under {name}={value!r}; leave it out."
             )
+    given = [model.interleaver.encoding.get(name) for name in CACHES] if joins else []
+    fixed = next((cache for cache in given if getattr(cache, "is_compileable", False)), None)
+    if fixed is not None:
+        raise BadArgument(
+            f"{verb} does not know where the tokens stand in a {type(fixed).__name__}, longer than its "
+            f"text; give a DynamicCache."
+        )
     if joins and (_option(model, "num_beams") or 1) > 1:
         raise BadArgument(
             f"{verb} cannot follow beams, whose rows change places; generate without num_beams."

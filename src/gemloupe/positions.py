@@ -7,7 +7,7 @@ stands before it, and -1 the last. In `generate` positions go on counting throug
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -45,7 +45,7 @@ def check(
     Raises: BadArgument.
     """
     if isinstance(positions, torch.Tensor):
-        if positions.dtype == torch.bool:
+        if is_mask(positions):
             if real is not None and not _broadcasts(positions, real, longer=whole):
                 raise BadArgument(
                     f"{verb}: the mask of positions is {tuple(positions.shape)}; it covers "
@@ -82,15 +82,25 @@ def _broadcasts(mask: torch.Tensor, real: torch.Tensor, *, longer: bool) -> bool
     return mask.dim() in (1, 2) and fits and rows in (1, real.shape[0])
 
 
-def fitted(mask: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-    """A mask over a prompt, for a text that has grown: what it does not cover is not chosen.
+def is_mask(positions: Positions) -> TypeGuard[torch.Tensor]:
+    """Whether positions are chosen by a boolean mask."""
+    return isinstance(positions, torch.Tensor) and positions.dtype == torch.bool
+
+
+def fitted(positions: Positions, text: torch.Tensor) -> Positions:
+    """A mask over a prompt as one over all columns of a text that has grown: what it does not cover is not
+    chosen. Other positions are as they were.
 
     Raises: BadArgument, where it covers more.
     """
-    rows, width = real.shape
-    if mask.shape[-1] > width:
-        raise BadArgument(f"the mask of positions covers {mask.shape[-1]} columns; the text has {width}.")
-    mask = torch.nn.functional.pad(mask, (0, width - mask.shape[-1]))
+    if not is_mask(positions):
+        return positions
+    rows, width = text.shape
+    if positions.shape[-1] > width:
+        raise BadArgument(
+            f"the mask of positions covers {positions.shape[-1]} columns; the text has {width}."
+        )
+    mask = torch.nn.functional.pad(positions, (0, width - positions.shape[-1]))
     # Several returned sequences repeat each row of the prompt.
     return mask if mask.dim() == 1 else mask.repeat_interleave(rows // mask.shape[0], 0)
 
@@ -99,7 +109,7 @@ def columns(positions: int | Sequence[int], real: torch.Tensor, dropped: torch.T
     """The columns of chosen tokens in the order given, `[batch chosen]`.
 
     `dropped` says how many real tokens of each row stand before the first column, and are not there.
-    Raises: BadArgument, for a position that is not there.
+    Raises: BadArgument, for a position that is not there, which says which are.
     """
     wanted = torch.as_tensor([positions] if isinstance(positions, int) else list(positions))
     found = []
@@ -110,7 +120,8 @@ def columns(positions: int | Sequence[int], real: torch.Tensor, dropped: torch.T
         place = torch.where(wanted >= 0, wanted, wanted + total).to(there.device) - before
         if len(place) and (int(place.min()) < 0 or int(place.max()) >= len(there)):
             raise BadArgument(
-                f"position {positions} of row {row} is not there: its tokens are {before} to {total - 1}."
+                f"position {positions} of row {row} is not there: this value has those from {before} to "
+                f"{total - 1}."
             )
         found.append(there[place])
     return torch.stack(found)
@@ -122,7 +133,7 @@ def select(positions: Positions, real: torch.Tensor, start: torch.Tensor | int =
     `real` marks this forward's real tokens; `start` is the position of the first of them, for a
     forward that continues a text.
     """
-    if isinstance(positions, torch.Tensor) and positions.dtype == torch.bool:
+    if is_mask(positions):
         # Of a mask over the whole text, the columns that this value still has.
         return positions[..., -real.shape[-1] :].to(real.device).expand_as(real) & real
     place = real.cumsum(-1) - 1 + start

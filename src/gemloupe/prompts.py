@@ -6,14 +6,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from nnsight.modeling.processing import positions
 
 from .errors import BadArgument, PromptWarning
 from .notices import warn
 
-__all__ = ["CACHES", "cached_tokens", "check_prompt", "hides_new_tokens"]
+__all__ = ["CACHES", "cached_tokens", "check_prompt", "hides_new_tokens", "text_positions"]
 
 CACHES: Final = ("cache", "past_key_values")
 """What transformers calls the cache that a call is given: 5.24, and older releases."""
+
+_MEDIA: Final = ("pixel_values", "pixel_values_videos", "input_features")
 
 
 def cached_tokens(encoding: Mapping[str, Any]) -> int:
@@ -42,6 +45,26 @@ def hides_new_tokens(encoding: Mapping[str, Any], *, given: bool) -> bool:
             f"{mask.shape[1]}. Give one of {total} columns: `attention_mask=` [batch {total}]."
         )
     return True
+
+
+def text_positions(encoding: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The `position_ids` of a call whose mask has padding on the left, where it is given none.
+
+    As nnsight's for a padded batch, for what it leaves out: a mask that covers a cache too, or that is given
+    beside the invokes. Without them transformers counts the columns, the padding included. Empty where that
+    is right.
+    """
+    mask, ids = encoding.get("attention_mask"), encoding.get("input_ids", encoding.get("inputs_embeds"))
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not isinstance(ids, torch.Tensor):
+        return {}
+    if "position_ids" in encoding or not _concrete(mask) or any(name in encoding for name in _MEDIA):
+        return {}
+    before = cached_tokens(encoding)
+    if mask.shape != (ids.shape[0], before + ids.shape[1]):
+        return {}
+    place = positions(mask)[:, before:]
+    columns = torch.arange(before, mask.shape[1], device=mask.device)
+    return {} if bool((place == columns).all()) else {"position_ids": place}
 
 
 def check_prompt(tokenizer: Any, encoding: Mapping[str, Any]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from nnsight.intervention.envoy import Envoy
 from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
@@ -18,7 +21,7 @@ from .envoys.root import Root
 from .families import family
 from .ledger import StandardInterleaver
 from .loading import check_weights, read_config, text_config
-from .prompts import CACHES, check_prompt, hides_new_tokens
+from .prompts import CACHES, check_prompt, hides_new_tokens, text_positions
 from .tokens import find_tokenizer
 from .tracer import StandardEditor, StandardTracer
 from .workers import keep_prompt
@@ -187,11 +190,18 @@ class StandardizedTransformer(Root, TransformersModel):
     def _batch(self, invokes: list, fn: Any) -> tuple:
         args, kwargs = super()._batch(invokes, fn)
         generating = getattr(fn, "__name__", "") == "generate"
-        # What `trace` is given beside its invokes is no part of their batch.
-        beside = {name: given for name, given in self.interleaver.options.items() if name in CACHES}
-        if not generating and hides_new_tokens({**beside, **kwargs}, given=_gives_mask(invokes)):
-            del kwargs["attention_mask"]
-        self.interleaver.encoding = {**beside, **kwargs}
+        # What `trace` is given beside its invokes is laid over their batch.
+        extra = self.interleaver.batcher.extra_kwargs
+        beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
+        masked = "attention_mask" in beside
+        if not generating:
+            if hides_new_tokens({**kwargs, **beside}, given=masked or _gives(invokes, "attention_mask")):
+                del kwargs["attention_mask"]
+            if "position_ids" not in beside and not _gives(invokes, "position_ids"):
+                if masked:  # nnsight counted by a mask of its own
+                    kwargs.pop("position_ids", None)
+                kwargs = {**text_positions({**kwargs, **beside}), **kwargs}
+        self.interleaver.encoding = {**kwargs, **beside}
         self.interleaver.generating = generating
         check_prompt(self.tokenizer, self.interleaver.encoding)
         return args, kwargs
@@ -201,6 +211,24 @@ class StandardizedTransformer(Root, TransformersModel):
     def _update(self, module: Any) -> None:
         self._ready = False
         super()._update(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StandardizedTransformer:
+        """A model of its own, weights and stored edits included."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        memo.setdefault(id(self.interleaver), type(self.interleaver)(fragments=TPFragments()))
+        # What an edit names comes with it; Python does not copy a library (`torch`).
+        memo.update({id(library): library for library in tuple(sys.modules.values())})
+        mine = {name: value for name, value in self.__dict__.items() if name != "_parent"}
+        Envoy.__setstate__(copied, {name: copy.deepcopy(value, memo) for name, value in mine.items()})
+        # A copied module is as it was before nnsight wrapped and instrumented it.
+        copied._update(copied._module)
+        for envoy in copied._sourced():
+            envoy.__dict__.pop("_labels", None)
+        for name, child in copied._named_children():
+            if name not in copied._module._modules:
+                child._update(child._module)
+        return copied
 
     def _sourced(self) -> list[StandardEnvoy]:
         return self.modules(lambda envoy: isinstance(envoy, StandardEnvoy) and bool(envoy.OPERATIONS))
@@ -232,7 +260,7 @@ def _faking() -> bool:
     return detect_fake_mode() is not None
 
 
-def _gives_mask(invokes: list) -> bool:
-    """Whether some invoke was given an attention mask."""
+def _gives(invokes: list, name: str) -> bool:
+    """Whether some invoke was given an argument of the model's call, such as an attention mask."""
     parts = [part for inputs, options in invokes for part in (*inputs, options)]
-    return any(isinstance(part, Mapping) and "attention_mask" in part for part in parts)
+    return any(isinstance(part, Mapping) and name in part for part in parts)

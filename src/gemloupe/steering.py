@@ -291,48 +291,48 @@ class Frame:
         interleaver = model.interleaver
         self.prompt = place.real_tokens(interleaver.encoding, rows, generating=interleaver.generating)
 
+    @property
+    def width(self) -> int | None:
+        """Columns of the prompt, padding included, or `None` where the call does not say."""
+        return None if self.prompt is None else self.prompt.shape[1]
+
     def select(self, step: int, value: torch.Tensor, positions: Positions, when: When) -> torch.Tensor:
         """The tokens to edit of this step's `value`, `[batch seq]`."""
         batch, seq = value.shape[:2]
-        prompt = self._prompt(value)
-        if prompt is None:
-            real = torch.ones(batch, seq, dtype=torch.bool, device=value.device)
-            return place.select(positions, real) & self._wanted(when, step > 0)
-        if step > 0 and seq == 1:
-            if isinstance(positions, torch.Tensor) and positions.dtype == torch.bool:
-                return torch.zeros_like(prompt[:, :1])  # a mask covers the prompt
-            real = torch.ones_like(prompt[:, :1])
-            start = prompt.sum(-1, keepdim=True) + step - 1
-            return place.select(positions, real, start) & self._wanted(when, True)
-        width = prompt.shape[1]
-        masks = [self.over(value[:, :width], positions) & self._wanted(when, False)]
+        text = self.text(value, step)
+        if self.width is None:
+            return place.select(positions, text) & self._wanted(when, step > 0)
+        first, masks = text.shape[1] - seq, []
+        if first < self.width:
+            prompt = text[:, : self.width]
+            chosen = place.select(place.fitted(positions, prompt), prompt) & self._wanted(when, False)
+            masks.append(chosen[:, first:])
         # Without a cache the whole text so far runs again: each new token as in the step that brought it.
-        masked = isinstance(positions, torch.Tensor) and positions.dtype == torch.bool
-        for place_ in range(width, seq):
-            if masked:
-                masks.append(torch.zeros_like(prompt[:, :1]))
+        for column in range(max(first, self.width), text.shape[1]):
+            if place.is_mask(positions):  # it covers the prompt
+                masks.append(text.new_zeros(batch, 1))
                 continue
-            start = prompt.sum(-1, keepdim=True) + place_ - width
-            masks.append(
-                place.select(positions, torch.ones_like(prompt[:, :1]), start) & self._wanted(when, True)
-            )
+            start = text[:, :column].sum(-1, keepdim=True)
+            masks.append(place.select(positions, text[:, column, None], start) & self._wanted(when, True))
         return torch.cat(masks, -1)
 
-    def over(self, value: torch.Tensor, positions: Positions) -> torch.Tensor:
-        """The chosen tokens of a `value` that runs from the prompt on, `[batch seq]`."""
-        return place.select(positions, *self.real(value))
+    def real(self, value: torch.Tensor, new: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which tokens of a `value` are real, `[batch seq]`, and how many of each row's stand before it in
+        the text, `[batch 1]`: those of a cache that the call was given, or what transformers dropped.
 
-    def real(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which tokens of a `value` that runs from the prompt on are real, `[batch seq]`, and how many
-        of each row's were dropped before it, `[batch 1]`: transformers may keep the last positions alone.
+        `new`: the tokens that were fed after the prompt. A value ends where the text does.
         """
+        text = self.text(value, new)
+        first = text.shape[1] - value.shape[1]
+        return text[:, first:], text[:, :first].sum(-1, keepdim=True)
+
+    def text(self, value: torch.Tensor, new: int) -> torch.Tensor:
+        """Which columns of the text hold real tokens, with `new` fed after the prompt, `[batch column]`."""
         batch, seq = value.shape[:2]
         prompt = self._prompt(value)
         if prompt is None:
-            prompt = torch.ones(batch, seq, dtype=torch.bool, device=value.device)
-        grown = prompt.new_ones(batch, max(0, seq - prompt.shape[1]))
-        dropped = prompt[:, : max(0, prompt.shape[1] - seq)].sum(-1, keepdim=True)
-        return torch.cat([prompt[:, -seq:], grown], -1), dropped
+            return torch.ones(batch, seq, dtype=torch.bool, device=value.device)
+        return torch.cat([prompt, prompt.new_ones(batch, max(new, seq - prompt.shape[1]))], -1)
 
     def _prompt(self, value: torch.Tensor) -> torch.Tensor | None:
         if self.prompt is None:

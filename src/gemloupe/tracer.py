@@ -49,10 +49,11 @@ class Steps(Iterations):
             with closing(generator) as steps:
                 for step in steps:
                     state.step = step
+                    entrance = mediator.interleaver.entrance
+                    if step and state.endless and mediator.occurrence(entrance) <= step:
+                        # So that the body runs for the steps there are, whether or not it waits for anything.
+                        Mediator.value(entrance)
                     yield step
-                    if step and mediator.iteration == step and self.stop is None and self.steps is None:
-                        # The body asked for nothing, so nothing made it wait for its step, or for the last.
-                        Mediator.value(mediator.interleaver.entrance)
         finally:
             state.step, state.endless = before
 

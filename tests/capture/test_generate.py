@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from gemloupe.errors import BadArgument
 from gemloupe.testing import SHAPES
@@ -225,6 +226,13 @@ def test_settings_under_which_tokens_have_no_place_are_refused(options, named):
         model.collect(ids(LONG), "logits", generate={"max_new_tokens": 3, **GREEDY, **options})
 
 
+def test_a_given_cache_that_is_longer_than_its_text_is_refused():
+    model = Case("e2b").model()
+    cache = StaticCache(config=model._module.config, max_cache_len=20)
+    with pytest.raises(BadArgument, match=r"in a StaticCache, .* give a DynamicCache"):
+        model.collect(ids(LONG), STREAM, generate={"max_new_tokens": 3, "past_key_values": cache, **GREEDY})
+
+
 def test_a_mask_of_positions_covers_the_prompt():
     model = Case("e2b").model()
     mask = torch.zeros(1, LONG, dtype=torch.bool)
@@ -245,3 +253,158 @@ def test_a_mask_that_is_not_the_text_s_is_refused(columns):
     with pytest.raises(BadArgument, match=f"covers {columns} columns"):
         found = model.collect(ids(LONG), "logits", positions=mask, generate={"max_new_tokens": 3, **GREEDY})
         found["logits"]
+
+
+STREAM = "layers[7].layer_output"  # of a block that borrows, before which transformers drops the prompt
+NEW = 4
+
+
+def text(inputs: Any, names: list[str], model: Any) -> Any:
+    """Every value of the text that a generation makes, from one forward over it."""
+    found = model.collect(inputs, "layers[0].layer_output", generate={"max_new_tokens": NEW, **GREEDY})
+    return model.collect({"input_ids": found.input_ids, "attention_mask": found.attention_mask}, names)
+
+
+def cache_of(case: Case, inputs: dict[str, Tensor], length: int) -> dict[str, Any]:
+    """A cache of the first `length` columns."""
+    mask = inputs["attention_mask"][:, :length]
+    places = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        output = case.bare()(
+            input_ids=inputs["input_ids"][:, :length],
+            attention_mask=mask,
+            position_ids=places,
+            use_cache=True,
+        )
+    return {name: output[name] for name in output.keys() & {"cache", "past_key_values"}}
+
+
+def ends(case: Case, path: str, how: str, positions: Any, *, several: bool) -> Any:
+    """What `positions` chooses of a value that holds the end of its text alone.
+
+    `record`: logits of the last prompt position on, or a borrower's stream without `full_prefill`; `cached`:
+    a generation that continues six cached tokens, by `collect` or by `record`.
+    """
+    model, inputs = case.model(), pair() if several else {"input_ids": ids(LONG)}
+    options = {"max_new_tokens": NEW, **GREEDY}
+    if "cached" in how:
+        inputs.setdefault("attention_mask", torch.ones_like(inputs["input_ids"]))
+        options |= cache_of(case, inputs, 6)
+    if how == "cached collect":
+        return model.collect(inputs, path, positions=positions, generate=options)[path]
+    with torch.no_grad():
+        with model.generate(inputs, full_prefill=how == "cached record", **options):
+            record = model.record(path, positions=positions)
+    return record[path]
+
+
+ENDS = [("logits", "record", LONG - 1), (STREAM, "record", LONG - 1)]
+ENDS += [(STREAM, f"cached {verb}", 6) for verb in ("collect", "record")]
+LAST = LONG + NEW - 2
+
+
+def close(value: Tensor, wanted: Tensor) -> bool:
+    return value.shape == wanted.shape and bool((value - wanted).abs().max() <= 5e-5 * wanted.abs().max())
+
+
+@pytest.mark.parametrize(("path", "how", "first"), ENDS)
+@pytest.mark.parametrize("position", [LONG - 1, LONG, LAST, -1, -4, [LONG - 1, LAST], slice(LONG, LAST)])
+def test_positions_of_a_value_that_begins_amid_the_text_are_those_of_the_text(path, how, first, position):
+    case = Case("e2b")
+    whole = text(ids(LONG), [path], case.model())[path]
+    assert close(ends(case, path, how, position, several=False), whole[:, position])
+
+
+@pytest.mark.parametrize(("path", "how", "first"), ENDS)
+def test_in_a_padded_row_they_are_those_of_its_own_text(path, how, first):
+    """The second row has five tokens of padding; its token 4 is the last of its prompt."""
+    case = Case("e2b")
+    whole = text(pair(), [path], case.model())[path]
+    for position, columns in ((-1, (LAST, LAST)), (-3, (LAST - 2, LAST - 2)), (slice(-2, None), None)):
+        found = ends(case, path, how, position, several=True)
+        wanted = whole[:, position] if columns is None else whole[[0, 1], list(columns)]
+        assert close(found, wanted), position
+    with pytest.raises(BadArgument, match=rf"position 4 of row 0 is not there: .* from {first} to {LAST}\."):
+        ends(case, path, how, 4, several=True)
+    with pytest.raises(BadArgument, match=rf"position 9 of row 1 is not there: .* to {LAST - 5}\."):
+        ends(case, path, how, 9, several=True)
+
+
+@pytest.mark.parametrize(("path", "how", "first"), ENDS)
+@pytest.mark.parametrize("missing", ["the first", "one before", "one after", "negative", "in a list"])
+def test_a_position_that_the_value_does_not_have_is_refused(path, how, first, missing):
+    position = {
+        "the first": 0,
+        "one before": first - 1,
+        "one after": LAST + 1,
+        "negative": first - LAST - 2,
+        "in a list": [first - 1, LAST],
+    }[missing]
+    with pytest.raises(BadArgument, match=rf"this value has those from {first} to {LAST}\."):
+        ends(Case("e2b"), path, how, position, several=False)
+
+
+def test_a_refused_position_shows_in_the_repr():
+    model = Case("e2b").model()
+    found = model.collect(ids(LONG), STREAM, positions=12, generate={"max_new_tokens": 3, **GREEDY})
+    assert repr(found) == (
+        f"Collected({STREAM}: position 12 of row 0 is not there: this value has those from 0 to 11.)"
+    )
+
+
+@pytest.mark.parametrize(("path", "how", "first"), ENDS)
+@pytest.mark.parametrize("longer", [0, NEW - 1])
+def test_a_mask_of_positions_covers_what_the_value_does_not_have(path, how, first, longer):
+    case = Case("e2b")
+    mask = torch.zeros(1, LONG + longer, dtype=torch.bool)
+    mask[0, [first - 1, LONG - 1, -1]] = True  # the first of them is not there
+    wanted = text(ids(LONG), [path], case.model())[path][0]
+    chosen = [LONG - 1, LAST] if longer else [LONG - 1]
+    assert close(ends(case, path, how, mask, several=False), wanted[chosen])
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+def test_steps_that_keep_several_positions_are_joined_without_repeating_one(use_cache):
+    model = Case("e2b").model()
+    whole = text(ids(LONG), ["logits"], model)["logits"]
+    with torch.no_grad():
+        with model.generate(ids(LONG), max_new_tokens=NEW, logits_to_keep=3, use_cache=use_cache, **GREEDY):
+            record, one = model.record("logits"), model.record("logits", positions=LONG)
+    assert close(record["logits"], whole[:, LONG - 3 :])
+    assert close(one["logits"], whole[:, LONG])
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one", "two rows"])
+def test_patterns_of_a_continued_text_have_every_key_the_cached_ones_too(several):
+    case = Case("e2b")
+    model = case.model()
+    names = [
+        f"layers[{i}].self_attn.{value}"
+        for i in (3, 4, 9)
+        for value in ("attention_probabilities", "attention_scores")
+    ]
+    inputs = pair() if several else {"input_ids": ids(LONG), "attention_mask": torch.ones(1, LONG)}
+    options = {"max_new_tokens": NEW, **GREEDY}
+    found = model.collect(inputs, names, generate={**options, **cache_of(case, inputs, 6)})
+    whole = text(inputs, names, model)
+    real = found.attention_mask.bool()
+    for name in names:
+        assert found[name].shape == (1 + several, 4, LAST - 5, LAST + 1)
+        if name.endswith("probabilities"):
+            assert (found[name].sum(-1) - 1).abs().max() <= 1e-5
+        for row, tokens in enumerate(real):
+            mine, other = found[name][row][..., tokens], whole[name][row][:, 6:][..., tokens]
+            seen = other > -1e30
+            assert torch.equal(seen, mine > -1e30), name
+            assert (mine - other)[seen].abs().max() <= 5e-5 * other[seen].abs().max(), name
+
+
+def test_patterns_of_a_borrower_that_ran_on_the_last_position_alone():
+    model = Case("e2b").model()
+    names = ["layers[9].self_attn.attention_probabilities", "layers[7].self_attn.attention_probabilities"]
+    with torch.no_grad():
+        with model.generate(ids(LONG), full_prefill=False, max_new_tokens=NEW, **GREEDY):
+            record = model.record(names)
+    whole = text(ids(LONG), names, model)
+    for name in names:
+        assert close(record[name], whole[name][:, :, LONG - 1 :])

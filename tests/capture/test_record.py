@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemloupe.errors import BadArgument, OutOfOrder, OutsideTrace, Unavailable, UnknownName
 from gemloupe.testing import SHAPES
-from tests.core.models import LENGTHS, Case, ids
+from tests.core.models import LENGTHS, Case, ids, padded
 from tests.core.places import forward_order, reading
 
 # An open loop over steps ends by outrunning the run.
@@ -307,6 +307,76 @@ def test_in_a_loop_it_is_that_step_alone(loop):
         pattern = found[NAMES[1]][:, :, rows, : 10 + step]
         assert torch.equal(record[NAMES[1]], pattern)
     assert [step for step, _ in records] == ([0, 1, 2] if loop == "bounded" else [0, 2])
+
+
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("batched", [False, True], ids=["one", "two rows"])
+def test_in_a_loop_positions_are_those_of_the_whole_text(batched, use_cache):
+    """The second row, of five tokens, is padded by five."""
+    model, name = Case("e2b").model(), "layers[3].layer_output"
+    inputs = padded([ids(10), ids(5)]) if batched else {"input_ids": ids(10)}
+    inputs.pop("position_ids", None)
+    records: dict[Any, Any] = {}
+    with torch.no_grad():
+        with model.generate(inputs, **GREEDY, use_cache=use_cache) as tracer:
+            nnsight.save(records)
+            for step in tracer.iter[1:3]:
+                for position in (-1, None if batched else 9 + step):
+                    records[step, position] = model.record(name, positions=position)
+    found = model.collect(inputs, name, generate=GREEDY)[name]
+    for (step, position), record in records.items():
+        wanted = found[:, 9 + step]
+        value = record[name][:, -1] if position is None else record[name]
+        assert (value - wanted).abs().max() <= 1e-4 * wanted.abs().max(), (step, position)
+
+
+@pytest.mark.parametrize("position", [9, [9], 8, -2, 12], ids=str)
+def test_in_a_loop_a_position_of_another_step_is_refused(position):
+    """Step 1 feeds position 10."""
+    model = Case("e2b").model()
+    with pytest.raises(BadArgument, match=r"is not there: this value has those from 10 to 10\."):
+        with model.generate(ids(10), **GREEDY) as tracer:
+            for _ in tracer.iter[1:2]:
+                model.record("layers[3].layer_output", positions=position)
+
+
+@pytest.mark.parametrize("kind", ["slice", "mask", "later slice"])
+def test_in_a_loop_a_slice_and_a_mask_choose_what_the_step_has(kind):
+    model, name = Case("e2b").model(), "layers[3].layer_output"
+    mask = torch.zeros(1, 10, dtype=torch.bool)
+    mask[0, 9] = True
+    positions = {"slice": slice(9, 10), "mask": mask, "later slice": slice(11, None)}[kind]
+    records: list[Any] = []
+    with torch.no_grad():
+        with model.generate(ids(10), **GREEDY) as tracer:
+            nnsight.save(records)
+            for _ in tracer.iter[:3]:
+                records.append(model.record(name, positions=positions))  # noqa: PERF401
+    sizes = [record[name].numel() // 40 for record in records]
+    assert sizes == ([0, 0, 1] if kind == "later slice" else [1, 0, 0])
+    assert records[1][name].shape == ((0, 40) if kind == "mask" else (1, 0, 40))
+
+
+@outruns
+@pytest.mark.parametrize("several", [False, True], ids=["alone", "in an invoke"])
+def test_an_open_loop_of_records_alone_has_one_for_each_step(several):
+    model = Case("e2b").model()
+    records: list[Any] = []
+    with torch.no_grad():
+        with model.generate(**GREEDY) as tracer:
+            nnsight.save(records)
+            with tracer.invoke(ids(10)):
+                for _ in tracer.iter[:]:
+                    records.append(model.record(NAMES))  # noqa: PERF401
+            if several:
+                with tracer.invoke(ids(10, salt=1)):
+                    model.layers[2].layer_output
+    found = model.collect(ids(10), NAMES, generate=GREEDY)
+    assert len(records) == 3
+    for step, record in enumerate(records):
+        assert record.input_ids.shape == (1, 1 if step else 10)
+        value = record[NAMES[0]][:, :, -1]
+        assert (value - found[NAMES[0]][:, :, 9 + step]).abs().max() <= 1e-4 * value.abs().max()
 
 
 @outruns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import nnsight
@@ -13,7 +14,7 @@ from torch import Tensor
 from gemloupe import StandardizedTransformer
 from gemloupe.testing import SHAPES, save_tiny, tiny, tiny_module, tiny_tokenizer
 from tests.core.models import SEED, Case, every_case, ids, padded
-from tests.core.places import ATTENTION_CALL, Place, reading
+from tests.core.places import ATTENTION_CALL, Place, forward_order, reading
 
 GREEDY = {"do_sample": False, "eos_token_id": -1}
 CASE = Case("e2b")
@@ -402,3 +403,65 @@ def test_an_adapted_layer_can_be_edited(adapter):
 def test_transformers_is_a_release_this_suite_was_written_for():
     """The names under `.source` above are of its source text."""
     assert transformers.__version__.startswith("5.")
+
+
+def halved(model: Any) -> Any:
+    """A deep copy, its weights halved."""
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in copied._module.parameters():
+            weight *= 0.5
+    return copied
+
+
+@pytest.mark.parametrize(
+    "case", [Case("e2b"), Case("26b-a4b", experts="batched_mm"), Case("12b", wrapper=True)]
+)
+@pytest.mark.parametrize("traced", [False, True], ids=["fresh", "traced"])
+def test_a_deep_copy_is_a_model_of_its_own(case, traced):
+    model = tiny(case.shape, **case.options)
+    paths = [str(place) for place in forward_order(model)]
+    before = model.collect(CASE.prompts[0], paths) if traced else {}
+    copied = halved(model)
+    assert copied.interleaver is not model.interleaver
+    assert not {id(p) for p in model._module.parameters()} & {id(p) for p in copied._module.parameters()}
+    with torch.no_grad():
+        bare = {one: one._module(CASE.prompts[0]).logits for one in (model, copied)}
+    after = {one: one.collect(CASE.prompts[0], paths) for one in (copied, model)}
+    for one, logits in bare.items():
+        assert torch.equal(after[one]["logits"], logits)
+    assert not torch.equal(bare[model], bare[copied])
+    for path in before:
+        assert torch.equal(before[path], after[model][path]), path
+    with torch.no_grad():
+        with copied.generate(CASE.prompts[0], max_new_tokens=2, do_sample=False, eos_token_id=-1) as tracer:
+            copied.layers[3].self_attn.attention_probabilities[:, 1] = 0
+            seen = copied.layers[3].self_attn.attention_head_outputs.save()
+            tokens = tracer.result.save()
+    assert not seen[:, :, 1].any()
+    assert tokens.shape[1] == CASE.prompts[0].shape[1] + 2
+
+
+def test_a_deep_copy_takes_the_edits_with_it_and_each_clears_its_own():
+    model, direction = tiny("e2b", seed=SEED), torch.ones(40)
+    with model.edit(inplace=True):
+        model.layers[2].mlp.mlp_output = torch.zeros_like(model.layers[2].mlp.mlp_output)
+        model.steer(4, direction)
+    edited = model.collect(CASE.prompts[0], "logits")["logits"]
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.collect(CASE.prompts[0], "logits")["logits"], edited)
+    copied.clear_edits()
+    assert torch.equal(copied.collect(CASE.prompts[0], "logits")["logits"], CASE.logits())
+    assert torch.equal(model.collect(CASE.prompts[0], "logits")["logits"], edited)
+    assert not torch.equal(edited, CASE.logits())
+
+
+def test_a_deep_copy_of_a_model_without_weights_loads_its_own(tmp_path):
+    model = StandardizedTransformer(save_tiny(tmp_path, "e2b", seed=SEED))
+    copied = copy.deepcopy(model)
+    assert not copied.dispatched
+    logits = copied.collect(CASE.prompts[0], "logits")["logits"]
+    assert copied.dispatched
+    assert not model.dispatched
+    assert torch.equal(logits, CASE.logits())
+    assert torch.equal(model.collect(CASE.prompts[0], "logits")["logits"], logits)

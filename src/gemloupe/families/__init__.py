@@ -27,6 +27,10 @@ class Family:
     envoys: Mapping[Any, Any]
     plan: Callable[[Any], ModelPlan]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Family:
+        """Itself: it cannot change, and the tables that it shows are their module's."""
+        return self
+
 
 _MODULES: dict[str, str] = {
     "gemma4_text": "gemloupe.families.gemma4_text",
