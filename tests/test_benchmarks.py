@@ -14,7 +14,7 @@ import pytest
 import torch
 import typer
 
-from benchmarks import attention, capture, forward, loading, memory, peer, report, run
+from benchmarks import attention, capture, forward, loading, memory, peer, report, run, verifying
 from benchmarks.measure import (
     Measurement,
     Memory,
@@ -36,7 +36,9 @@ PROCESSES = ("tree/first", "import/")
 PEER_ROWS = [each for each in capture.ROWS if each.name.endswith("transformerlens")]
 MEMORY_ROWS = [each for each in attention.ROWS if "/memory-" in each.name]
 FORWARD_ROWS = [
-    each for each in (*forward.ROWS, *attention.ROWS, *capture.ROWS) if each not in (*PEER_ROWS, *MEMORY_ROWS)
+    each
+    for each in (*forward.ROWS, *attention.ROWS, *capture.ROWS, *verifying.ROWS)
+    if each not in (*PEER_ROWS, *MEMORY_ROWS)
 ]
 NO_SIZE: Any = None
 
@@ -109,6 +111,8 @@ def test_every_bound_that_was_promised_has_a_row() -> None:
         **{f"{shape}/collect-transformerlens": (1.0, "ratio") for shape in ("31b", "e2b")},
         "31b/stop-2": (0.35, "ratio"),  # 3 / 12 + 0.1
         "31b/stop-8": (0.85, "ratio"),  # 9 / 12 + 0.1
+        "verify/tiny": (3.0, "seconds"),
+        "31b/verify": (60.0, "seconds"),
         "tree/directory": (1.0, "seconds"),
         "tree/module": (1.0, "seconds"),
         "import/package": (1.1, "ratio"),
