@@ -59,8 +59,8 @@ different attention, up to its rounding. Where they keep different things, ours 
   at a time, in turn with ours, and times it itself. Its tensors are checked against ours once beforehand.
 - **The early stop** after block k of L may take (k + 1) / L of the whole forward, and a tenth more for all
   that is no block.
-- **`verify`** is given one text, of 512 tokens in the dense row, on which it runs the float64 reference eleven
-  times.
+- **`verify`** is given one text, of 512 tokens in the dense row, on which it runs the float64 reference
+  eleven times.
 - The *small* rows are taken on one thread, on a model of 12 blocks that compute next to nothing. Those in
   milliseconds are the computing time that is added to one forward: it hardly depends on the width, so a
   larger model pays the same.

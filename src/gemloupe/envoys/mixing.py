@@ -90,15 +90,17 @@ def pattern_from(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask
     blind = None if mask.visible is None else ~mask.visible.any(-1, keepdim=True)
     if blind is not None and (is_fake(blind) or not bool(blind.any())):
         blind = None
+    hidden = None if mask.visible is None else ~mask.visible
     for head in range(heads):
+        # In the pattern's own memory: nothing but one head's shares is held beside it.
         scores = pattern[:, head]
-        scores.copy_(queries[:, head].matmul(keys[:, head // group].transpose(-1, -2)))
+        torch.matmul(queries[:, head], keys[:, head // group].transpose(-1, -2), out=scores)
         if scaling != 1.0:
             scores *= scaling
         if mask.added is not None:
             scores += _of_head(mask.added, head)
-        elif mask.visible is not None:
-            scores.masked_fill_(~_of_head(mask.visible, head), -torch.inf)
+        elif hidden is not None:
+            scores.masked_fill_(_of_head(hidden, head), -torch.inf)
         scores.copy_(torch.softmax(scores, dim=-1, dtype=torch.float32))
         if blind is not None:
             scores.masked_fill_(_of_head(blind, head), 0.0)
