@@ -120,6 +120,8 @@ def verify(
     Loads the weights and runs the model on fixed tokens. Exit status 1 if a value is not what it should be.
     """
     with _quiet():
+        from safetensors import SafetensorError
+
         from .reference.verification import verify as verified
         from .targets import load
 
@@ -129,12 +131,17 @@ def verify(
             report = replace(verified(load(target)), model=target)
         except GemloupeError as error:
             _refuse(str(error))
-    if html is not None:
-        report.to_html(html)
+        except (OSError, SafetensorError) as error:
+            _refuse(f"{target} cannot be read: {error}")
     if as_json:
         typer.echo(report.to_json())
     else:
         _console().print(report)
+    if html is not None:
+        try:
+            report.to_html(html)
+        except OSError as error:
+            _refuse(f"{html} cannot be written: {error}")
     raise typer.Exit(0 if report.held else 1)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gemloupe import StandardizedTransformer, verify
+from gemloupe.errors import BadArgument
 from gemloupe.paths import find
 from gemloupe.reference import names
 from gemloupe.reference.looks import LOOKS
@@ -325,3 +326,61 @@ def test_a_fault_in_bfloat16_is_found_too(shape: str):
     report = verify(wrapped(module))
     assert report.first is not None
     assert report.first.name == "layers[3].self_attn.attention_projection"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("experts", [8, 64])
+def test_the_runner_up_in_place_of_a_chosen_expert_is_found(monkeypatch, dtype, experts):
+    """In bfloat16 too, where the probabilities of many experts lie close together."""
+    model = tiny(MIXTURE, dtype=dtype, num_experts=experts, top_k_experts=3)
+    assert verify(model, PROMPT).held
+    real = torch.topk
+
+    def wrong(values: Tensor, *args: Any, **options: Any) -> Any:
+        k = options.pop("k", args[0] if args else None)
+        best, chosen = real(values, k + 1, **options)
+        kept = [*range(k - 1), k]
+        return torch.return_types.topk((best[..., kept], chosen[..., kept]))
+
+    monkeypatch.setattr(torch, "topk", wrong)
+    report = verify(model, PROMPT)
+    monkeypatch.undo()
+    assert report.first.name == "layers[0].mlp.expert_indices"
+    assert report.first.look == "step"
+
+
+def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_found():
+    module = tiny_module("12b")
+    assert module.config.tie_word_embeddings
+    module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach() * SLIGHTLY)
+    report = verify(wrapped(module), PROMPT)
+    assert report.first.name == "raw_logits"
+
+
+@pytest.mark.parametrize("wrapper", [False, True])
+def test_what_a_hook_on_the_model_itself_changes_is_found(wrapper):
+    module = tiny_module("12b", wrapper=wrapper)
+
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
+        output["logits"] = output["logits"] * SLIGHTLY
+        return output
+
+    handle = module.register_forward_hook(hook)
+    model = wrapped(module)
+    report = verify(model, PROMPT)
+    assert report.first.name == "logits"
+    handle.remove()
+    assert verify(model, PROMPT).held
+
+
+@pytest.mark.parametrize("shape", ["e2b", "12b"])
+@pytest.mark.parametrize("kind", ["image", "audio", "video"])
+def test_a_token_in_whose_place_something_else_is_put_is_refused(shape, kind):
+    model = tiny(shape, wrapper=True)
+    token = getattr(model._module.config, f"{kind}_token_id", None)
+    if token is None:
+        pytest.skip(f"{shape} has no token of {kind}")
+    text = PROMPT.clone()
+    text[0, 4] = token
+    with pytest.raises(BadArgument, match=f"holds the token of {kind}"):
+        verify(model, text)

@@ -125,10 +125,14 @@ def choices(seen: Iterable[Seen]) -> Iterable[Seen]:
         if (chance := chances.get((one.look, one.name))) is None:
             yield one
             continue
+        chances_of = (chance.exact, *chance.shaken)
+        if one.look == "step":
+            own = chance.served.to(chance.exact)
+            chances_of = (own,) * len(chances_of)
         chosen = one.served.to(chance.exact.device)
         exists = (chosen >= 0) & (chosen < chance.exact.shape[-1])
-        given = chance.exact.gather(-1, chosen.where(exists, 0)).masked_fill(~exists, -torch.inf)
-        best, *moved = (of.topk(chosen.shape[-1], -1).values for of in (chance.exact, *chance.shaken))
+        given = chances_of[0].gather(-1, chosen.where(exists, 0)).masked_fill(~exists, -torch.inf)
+        best, *moved = (of.topk(chosen.shape[-1], -1).values for of in chances_of)
         yield Seen(one.look, one.name, given, best, tuple(moved), one.positions)
 
 
