@@ -338,3 +338,20 @@ def test_the_libraries_below_are_quiet_and_as_before_afterwards(
     assert (result.exit_code, result.output) == (0, "")
     assert seen == [(logging.ERROR, logging.ERROR, False, False)]
     assert loud == (logging.INFO, logging.DEBUG, True, True, loud[-1]) == loudness()
+
+
+def test_a_page_that_cannot_be_written_leaves_the_report_and_says_so():
+    result = invoke("verify", "tiny:12b", "--html", "/dev/full")
+    assert result.exit_code == 2
+    assert "Every value is what its definition says" in result.output
+    assert "/dev/full cannot be written" in result.output
+
+
+def test_weights_that_cannot_be_read_are_told_in_one_line(tmp_path):
+    save_tiny(tmp_path, "12b")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    result = invoke("verify", str(tmp_path))
+    assert result.exit_code == 2
+    assert "cannot be read" in result.output
+    assert "Traceback" not in result.output

@@ -94,10 +94,11 @@ def test_the_floor_is_the_lower_bound_of_every_range():
 def test_this_environment_is_the_pinned_one():
     name = os.environ["GEMLOUPE_CONSTRAINTS"]
     assert name in CONSTRAINTS
-    installed = {
-        canonicalize_name(found.name): found.version.partition("+")[0]  # torch 2.13.0+cpu meets torch==2.13.0
-        for found in importlib.metadata.distributions()
-    }
+    installed: dict[str, str] = {}
+    for found in importlib.metadata.distributions():
+        # The first is what an import finds: setuptools, once imported, adds packages of its own behind it.
+        # torch 2.13.0+cpu meets torch==2.13.0.
+        installed.setdefault(canonicalize_name(found.name), found.version.partition("+")[0])
     pinned = pins(name)
     assert {canonicalize_name(requirement.name) for requirement in DEPENDENCIES} <= installed.keys()
     assert {package: version for package, version in installed.items() if package in pinned} == {

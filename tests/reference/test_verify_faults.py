@@ -345,6 +345,7 @@ def test_the_runner_up_in_place_of_a_chosen_expert_is_found(monkeypatch, dtype, 
     monkeypatch.setattr(torch, "topk", wrong)
     report = verify(model, PROMPT)
     monkeypatch.undo()
+    assert report.first is not None
     assert report.first.name == "layers[0].mlp.expert_indices"
     assert report.first.look == "step"
 
@@ -354,6 +355,7 @@ def test_a_head_that_is_not_the_embedding_it_is_tied_to_is_found():
     assert module.config.tie_word_embeddings
     module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach() * SLIGHTLY)
     report = verify(wrapped(module), PROMPT)
+    assert report.first is not None
     assert report.first.name == "raw_logits"
 
 
@@ -368,6 +370,7 @@ def test_what_a_hook_on_the_model_itself_changes_is_found(wrapper):
     handle = module.register_forward_hook(hook)
     model = wrapped(module)
     report = verify(model, PROMPT)
+    assert report.first is not None
     assert report.first.name == "logits"
     handle.remove()
     assert verify(model, PROMPT).held
@@ -384,3 +387,23 @@ def test_a_token_in_whose_place_something_else_is_put_is_refused(shape, kind):
     text[0, 4] = token
     with pytest.raises(BadArgument, match=f"holds the token of {kind}"):
         verify(model, text)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("massive", [1, 300])
+def test_a_massive_token_hides_nothing_of_the_others(dtype, massive):
+    module = tiny_module("12b", dtype=dtype)
+    module.model.embed_tokens.weight.data[2] *= massive
+    text = torch.tensor([[2, *range(40, 52)]])
+    assert verify(wrapped(module), text).held
+    module = tiny_module("12b", dtype=dtype)
+    module.model.embed_tokens.weight.data[2] *= massive
+
+    def lose(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return torch.cat([output[:, :1], torch.zeros_like(output[:, 1:])], 1)
+
+    module.model.layers[3].post_feedforward_layernorm.register_forward_hook(lose)
+    report = verify(wrapped(module), text)
+    assert report.first is not None
+    assert report.first.name == "layers[3].layer_output"
+    assert report.first.look == "step"

@@ -27,6 +27,13 @@ is rounded up to six times (a query: projection, norm, cosine and sine, two prod
 is measured is one draw of the roundings while the model makes another."""
 
 
+TOKEN: Final = 4.0
+"""How many times more is allowed of a single token, in units of its own scale, on which the draws weigh more.
+Without it one token of massive values, as BOS often is, would hide what all others lack."""
+TOKEN_FLOOR: Final = 10.0
+"""Likewise of the floor."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """The difference of one value by one look, over the real tokens of one forward or of a part of it."""
@@ -43,6 +50,8 @@ class Difference:
 
     def __or__(self, other: Difference) -> Difference:
         """The difference over the tokens of both."""
+        if not (self.held and other.held):
+            return self if self.excess >= other.excess else other
         return Difference(
             self.look,
             _larger(self.absolute, other.absolute),
@@ -86,11 +95,12 @@ def compared(seen: Seen, layout: Layout, real: Bool[Tensor, "batch seq"], roundi
     """The difference of one value, over the real tokens of `seen.positions`.
 
     The tolerance is `max(FLOOR, MARGIN * (moved + rounding))`: `moved` is how far the shaken value lies from
-    the exact one, in units of the scale, and `rounding` the value's own. Scores are compared where they are
-    seen, whole numbers bit by bit. `expert_indices` are to be given as probabilities, see `choices`.
+    the exact one, in units of the scale, and `rounding` the value's own. By step and by block each token is
+    held to its own scale as well, see `TOKEN`; where one is not, the difference is that token's. Scores are
+    compared where they are seen, whole numbers bit by bit. `expert_indices` are to be given as probabilities, see `choices`.
     """
     here = real[:, seen.positions]
-    served, exact, *shaken = (_on_tokens(layout, of, here) for of in (seen.served, seen.exact, *seen.shaken))
+    served, exact, *shaken = (_by_token(layout, of, here) for of in (seen.served, seen.exact, *seen.shaken))
     served = served.to(exact.device)
 
     def difference(absolute: float, moved: float = 0.0) -> Difference:
@@ -108,7 +118,17 @@ def compared(seen: Seen, layout: Layout, real: Bool[Tensor, "batch seq"], roundi
         served, exact, *shaken = (of.masked_fill(hidden, 0) for of in (served, exact, *shaken))
         if not agree:
             return difference(math.inf)
-    return difference(_largest(served - exact), max(_largest(of - exact) for of in shaken))
+    whole = difference(_largest(served - exact), max(_largest(of - exact) for of in shaken))
+    if not whole.held or not exact.numel() or seen.look == "whole":
+        return whole  # by which a single token of bfloat16 may be off by its own scale
+    absolute, scale = _largest_of_each(served - exact), _largest_of_each(exact)
+    moved = torch.stack([_largest_of_each(of - exact) for of in shaken]).amax(0)
+    explained = TOKEN * MARGIN * (moved + rounding * scale)
+    excess = absolute - torch.maximum(explained, TOKEN_FLOOR * FLOOR[seen.look] * scale)
+    worst = int(excess.argmax())
+    if excess[worst] <= 0:
+        return whole
+    return Difference(seen.look, *(float(of[worst]) for of in (absolute, scale, moved)), rounding)
 
 
 def choices(seen: Iterable[Seen]) -> Iterable[Seen]:
@@ -136,12 +156,18 @@ def choices(seen: Iterable[Seen]) -> Iterable[Seen]:
         yield Seen(one.look, one.name, given, best, tuple(moved), one.positions)
 
 
-def _on_tokens(layout: Layout, value: Tensor, real: Bool[Tensor, "batch seq"]) -> Tensor:
+def _by_token(layout: Layout, value: Tensor, real: Bool[Tensor, "batch seq"]) -> Tensor:
     """A value's rows on real tokens, `[tokens ...]`; all of a value that has none for each token."""
     axes = [axis for axis in ("seq", "query", "key") if axis in layout.axes]
-    if not axes or value.shape[layout.axis(axes[0])] != real.shape[1] or bool(real.all()):
+    if not axes or value.shape[layout.axis(axes[0])] != real.shape[1]:
         return value
-    return value.movedim(layout.axis(axes[0]), 1)[real.to(value.device)]
+    rows = value.movedim(layout.axis(axes[0]), 1)
+    return rows.flatten(0, 1) if bool(real.all()) else rows[real.to(value.device)]
+
+
+def _largest_of_each(value: Tensor) -> Tensor:
+    """The largest magnitude of each token, `[tokens]`."""
+    return value.abs().flatten(1).amax(1) if value.dim() > 1 else value.abs()
 
 
 def _largest(value: Tensor) -> float:
