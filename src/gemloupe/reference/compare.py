@@ -97,7 +97,8 @@ def compared(seen: Seen, layout: Layout, real: Bool[Tensor, "batch seq"], roundi
     The tolerance is `max(FLOOR, MARGIN * (moved + rounding))`: `moved` is how far the shaken value lies from
     the exact one, in units of the scale, and `rounding` the value's own. By step and by block each token is
     held to its own scale as well, see `TOKEN`; where one is not, the difference is that token's. Scores are
-    compared where they are seen, whole numbers bit by bit. `expert_indices` are to be given as probabilities, see `choices`.
+    compared where they are seen, whole numbers bit by bit. `expert_indices` are to be given as
+    probabilities, see `choices`.
     """
     here = real[:, seen.positions]
     served, exact, *shaken = (_by_token(layout, of, here) for of in (seen.served, seen.exact, *seen.shaken))
@@ -128,7 +129,7 @@ def compared(seen: Seen, layout: Layout, real: Bool[Tensor, "batch seq"], roundi
     worst = int(excess.argmax())
     if excess[worst] <= 0:
         return whole
-    return Difference(seen.look, *(float(of[worst]) for of in (absolute, scale, moved)), rounding)
+    return Difference(seen.look, float(absolute[worst]), float(scale[worst]), float(moved[worst]), rounding)
 
 
 def choices(seen: Iterable[Seen]) -> Iterable[Seen]:
