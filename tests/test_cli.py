@@ -17,6 +17,7 @@ import pytest
 import torch
 from huggingface_hub.utils import are_progress_bars_disabled
 from huggingface_hub.utils import logging as hub_logging
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
@@ -355,3 +356,23 @@ def test_weights_that_cannot_be_read_are_told_in_one_line(tmp_path):
     assert result.exit_code == 2
     assert "cannot be read" in result.output
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["one", "all"])
+def test_a_checkpoint_without_some_weights_is_refused_by_name(tmp_path, renamed):
+    save_tiny(tmp_path, "12b")
+    place = tmp_path / "model.safetensors"
+    weights = load_file(place)
+    if renamed:
+        weights = {f"other.{name}": tensor for name, tensor in weights.items()}
+    else:
+        del weights["model.layers.2.self_attn.q_proj.weight"]
+    save_file(weights, place, metadata={"format": "pt"})
+    level, handlers = transformers_logging.get_verbosity(), [*logging.getLogger("transformers").handlers]
+    result = invoke("verify", str(tmp_path))
+    assert result.exit_code == 2
+    assert "weight" in result.output
+    assert "nothing can be said" in result.output
+    assert ("layers.2.self_attn.q_proj.weight:" in result.output) != renamed
+    assert transformers_logging.get_verbosity() == level
+    assert {*logging.getLogger("transformers").handlers} == {*handlers}

@@ -18,7 +18,7 @@ __all__ = ["check_inputs", "check_keywords"]
 
 # Beside the parameters that a forward names: what transformers reads out of its `**kwargs`
 # (`utils.deprecation`, `utils.generic.can_return_tuple`, older names of the cache).
-ALWAYS: Final = frozenset({"return_dict", "past_key_values", "cache", "cache_position"})
+ALWAYS: Final = frozenset({"return_dict", "past_key_values", "cache_position"})
 
 
 def check_inputs(inputs: tuple) -> None:

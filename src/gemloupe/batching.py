@@ -9,6 +9,7 @@ share keys and values do so through one mutable mapping, which a copy would cut 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -46,8 +47,11 @@ class StandardBatcher(Batcher):
 
     def assemble(self, fn: Any) -> tuple:
         args, kwargs = super().assemble(fn)
+        forward = self.envoy._module.forward
+        if "cache" in kwargs and "past_key_values" in inspect.signature(forward).parameters:
+            kwargs["past_key_values"] = kwargs.pop("cache")  # its name before transformers 5.24
         if getattr(fn, "__name__", "") == "_call":
-            check_keywords(self.envoy._module.forward, kwargs)
+            check_keywords(forward, kwargs)
         return args, kwargs
 
     def widen(self, full: Any, group: BatchGroup, edited: Any) -> Any:

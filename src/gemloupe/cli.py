@@ -122,13 +122,21 @@ def verify(
     with _quiet():
         from safetensors import SafetensorError
 
+        from .loading import missing_weights
         from .reference.verification import verify as verified
         from .targets import load
 
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             _refuse(f"{html} is no file that can be written; give --html PATH in a directory that is there.")
         try:
-            report = replace(verified(load(target)), model=target)
+            with missing_weights() as missing:
+                model = load(target)
+                if not model.dispatched:
+                    model.dispatch()
+            if missing:
+                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+                _refuse(f"{target} lacks {missing[0]}{more}: nothing can be said of what is made up.")
+            report = replace(verified(model), model=target)
         except GemloupeError as error:
             _refuse(str(error))
         except (OSError, SafetensorError) as error:

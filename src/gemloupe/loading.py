@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ import torch
 
 from .errors import LoadError, UnsupportedModel
 
-__all__ = ["check_weights", "read_config", "text_config"]
+__all__ = ["check_weights", "missing_weights", "read_config", "text_config"]
 
 _WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json")
 
@@ -82,3 +86,30 @@ def check_weights(target: Any) -> None:
             f"{place} has a config but no weights (*.safetensors); copy them beside config.json, or see "
             f"`python -m gemloupe inspect {place}`, which needs the config alone."
         )
+
+
+@contextmanager
+def missing_weights() -> Iterator[list[str]]:
+    """The weights that a checkpoint loaded meanwhile lacks.
+
+    transformers makes them up, and says so in its log alone, as a row of the load report
+    (`transformers.modeling_utils`): `model.norm.weight | MISSING |`.
+    """
+    from transformers.utils import logging as transformers
+
+    names: list[str] = []
+
+    class Reader(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            names.extend(re.findall(r"^(.+?)\s*\|\s*MISSING\b", record.getMessage(), re.MULTILINE))
+
+    reader, before = Reader(), transformers.get_verbosity()
+    transformers.add_handler(reader)
+    transformers.disable_default_handler()
+    transformers.set_verbosity_warning()
+    try:
+        yield names
+    finally:
+        transformers.set_verbosity(before)
+        transformers.enable_default_handler()
+        transformers.remove_handler(reader)

@@ -158,3 +158,12 @@ def wrapped_plan(checkpoint: Any) -> Any:
     from gemloupe.plan import plan
 
     return plan(checkpoint.text_config())
+
+
+def test_inside_a_trace_it_says_where_it_belongs():
+    model = tiny("12b")
+    with pytest.raises(BadArgument, match="call it outside the trace"):
+        with model.trace(torch.tensor([[2, 40, 41]])):
+            model.layers[0].layer_output
+            verify(model)
+    assert verify(model, torch.tensor([[2, 40, 41]])).held

@@ -119,6 +119,8 @@ def _check(model: Any) -> None:
             f"verify takes a wrapped model, not {type(model).__name__}.\n"
             f"Write verify(StandardizedTransformer(module_or_repo_id))."
         )
+    if model.interleaver.interleaving:
+        raise BadArgument("verify runs forwards of its own; call it outside the trace.")
     if model.plan.model_type not in _COVERED:
         raise UnsupportedModel(
             f"the reference defines {' and '.join(_COVERED)}, not {model.plan.model_type}: "
