@@ -8,24 +8,17 @@ from typing import Any
 import nnsight
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 
 from gemloupe.errors import OutOfOrder, StepsWarning
 from gemloupe.testing import SHAPES
 from tests.attention.values import CALL, OWN, attention, sources, with_heads
-from tests.core.models import SEED, Case, ids, padded
+from tests.core.models import SEED, Case, ids, padded, shortcut
 
 NEW = 4
 LONG = 10  # longer than the window of six
 BORROWERS = {"e2b": range(5, 10), "e4b": range(6, 12)}
 Touch = Callable[[Any], None]
-
-# transformers 5.20 to 5.22 run every block on the whole prompt, so there the fast path is the full one.
-shortcut = pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.23"), reason="transformers before 5.23 has no fast path"
-)
 
 # Of the largest logit, which is about ten: 1e-4 and a little in float32.
 CLOSE = 2e-5

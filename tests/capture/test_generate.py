@@ -11,7 +11,7 @@ from transformers import StaticCache
 
 from gemloupe.errors import BadArgument
 from gemloupe.testing import SHAPES
-from tests.core.models import Case, ids, padded
+from tests.core.models import Case, ids, padded, shortcut
 from tests.core.places import forward_order
 
 LONG = 10  # longer than the window of six
@@ -298,7 +298,8 @@ def ends(case: Case, path: str, how: str, positions: Any, *, several: bool) -> A
     return record[path]
 
 
-ENDS = [("logits", "record", LONG - 1), (STREAM, "record", LONG - 1)]
+ENDS: list[Any] = [("logits", "record", LONG - 1)]
+ENDS += [pytest.param(STREAM, "record", LONG - 1, marks=shortcut)]
 ENDS += [(STREAM, f"cached {verb}", 6) for verb in ("collect", "record")]
 LAST = LONG + NEW - 2
 
@@ -399,6 +400,7 @@ def test_patterns_of_a_continued_text_have_every_key_the_cached_ones_too(several
             assert (mine - other)[seen].abs().max() <= 5e-5 * other[seen].abs().max(), name
 
 
+@shortcut
 def test_patterns_of_a_borrower_that_ran_on_the_last_position_alone():
     model = Case("e2b").model()
     names = ["layers[9].self_attn.attention_probabilities", "layers[7].self_attn.attention_probabilities"]

@@ -88,7 +88,10 @@ def verify(model: StandardizedTransformer, inputs: Any = None, *, progress: bool
     if not model.dispatched:
         model.dispatch()
     module: Any = model._module
-    weights = Weights(model.plan, module.state_dict())
+    state = module.state_dict()
+    if model.plan.tied:
+        state.pop("lm_head.weight", None)  # by its definition the embedding's, whatever stands there
+    weights = Weights(model.plan, state)
     weights.check()
     prompts = _prompts(model) if inputs is None else [prompt_of(inputs, model.tokenizer)]
     _refuse_modalities(module.config, prompts)
@@ -235,7 +238,9 @@ def _lacking(row: SupportRow, num_layers: int) -> tuple[int, ...] | None:
 @contextmanager
 def _bar(wanted: bool, total: int) -> Iterator[Callable[[], None]]:
     console = Console(stderr=True)
-    shown = wanted and (console.is_interactive or console.is_jupyter)
-    with Progress(console=console, transient=True, disable=not shown) as bar:
+    if not (wanted and (console.is_interactive or console.is_jupyter)):
+        yield lambda: None  # a bar of rich 14.0 that is not shown prints a line at its end
+        return
+    with Progress(console=console, transient=True) as bar:
         task = bar.add_task("verifying", total=total)
         yield lambda: bar.advance(task)

@@ -101,8 +101,8 @@ class Weights:
 
     @property
     def head(self) -> Tensor:
-        """`lm_head`'s weight, `[vocab hidden]`: the embedding's where the config ties them."""
-        return self[_EMBEDDING if self.plan.tied or _HEAD not in self._tensors else _HEAD]
+        """`lm_head`'s weight, `[vocab hidden]`: the embedding's, where a tied one was left out."""
+        return self[_HEAD if _HEAD in self._tensors else _EMBEDDING]
 
 
 class BlockWeights:
