@@ -6,11 +6,10 @@ misspelt, or meant for `generate`, would be lost.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from .errors import BadArgument
 
@@ -40,12 +39,11 @@ def check_inputs(inputs: tuple) -> None:
             )
 
 
-def check_keywords(forward: Any, names: Iterable[str]) -> None:
-    """Refuse keywords that a forward would take and not look at.
+def check_keywords(parameters: Iterable[str], names: Iterable[str]) -> None:
+    """Refuse keywords that a forward with these parameters would take and not look at.
 
     Raises: BadArgument.
     """
-    parameters = inspect.signature(forward).parameters
     if "input_ids" not in parameters:
         return  # an adapter's own forward, which names nothing
     known = {*parameters, *ALWAYS, *_read_by_transformers()}

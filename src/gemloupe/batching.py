@@ -47,11 +47,11 @@ class StandardBatcher(Batcher):
 
     def assemble(self, fn: Any) -> tuple:
         args, kwargs = super().assemble(fn)
-        forward = self.envoy._module.forward
-        if "cache" in kwargs and "past_key_values" in inspect.signature(forward).parameters:
+        parameters = inspect.signature(self.envoy._module.forward).parameters
+        if "cache" in kwargs and "past_key_values" in parameters:
             kwargs["past_key_values"] = kwargs.pop("cache")  # its name before transformers 5.24
         if getattr(fn, "__name__", "") == "_call":
-            check_keywords(forward, kwargs)
+            check_keywords(parameters, kwargs)
         return args, kwargs
 
     def widen(self, full: Any, group: BatchGroup, edited: Any) -> Any:

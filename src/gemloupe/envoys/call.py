@@ -12,6 +12,7 @@ own output stands, bit for bit; where a gradient is wanted it flows through the 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from itertools import count
 from typing import Any, Final
 
@@ -331,12 +332,7 @@ class AttentionCall:
 
     def _others_changed_heads(self) -> bool:
         """Whether an earlier worker that shares rows with this one edited what the heads made."""
-        calls = (state.call for state in self.host.interleaver.ledger.states())
-        return any(
-            call.changed_heads and overlap(call.rows, self.rows)
-            for call in calls
-            if call is not self and _is_call(call, self.host, self.visit)
-        )
+        return any(other.changed_heads for other in others_at(self))
 
     def may_wait(self, mediator: Mediator) -> bool:
         """Whether `mediator` holds values of this call and has edited none: nothing need go back yet."""
@@ -345,12 +341,7 @@ class AttentionCall:
 
     def _others_edited(self) -> bool:
         """Whether another worker that shares rows with this one has edited what the call is given."""
-        calls = (state.call for state in self.host.interleaver.ledger.states())
-        return any(
-            call.edited & _ARGUMENT.keys() and overlap(call.rows, self.rows)
-            for call in calls
-            if call is not self and _is_call(call, self.host, self.visit)
-        )
+        return any(other.edited & _ARGUMENT.keys() for other in others_at(self))
 
     def lend(self) -> None:
         """Hold no more than what was edited, which nobody else may hold; the rest while others do."""
@@ -437,12 +428,18 @@ class HeadOutputs(Served):
 def open_call(host: Any, mediator: Mediator, visit: int, raw: tuple) -> AttentionCall:
     """The call as `mediator` sees it, with what earlier workers made of its scores and pattern."""
     call = AttentionCall(host, visit, raw, rows_of(host, mediator))
-    for state in host.interleaver.ledger.states():
-        other = state.call
-        if _is_call(other, host, visit) and other.mixed and overlap(other.rows, call.rows):
-            call.inherited.append(other)
-    call.inherited.sort(key=lambda other: other.mixed_as)
+    call.inherited = sorted(
+        (other for other in others_at(call) if other.mixed), key=lambda other: other.mixed_as
+    )
     return call
+
+
+def others_at(call: AttentionCall) -> Iterator[AttentionCall]:
+    """The same call as other workers see it, whose rows overlap with this one's."""
+    for state in call.host.interleaver.ledger.states():
+        other = state.call
+        if other is not call and _is_call(other, call.host, call.visit) and overlap(other.rows, call.rows):
+            yield other
 
 
 def overlap(one: slice, other: slice) -> bool:
