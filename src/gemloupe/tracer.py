@@ -76,38 +76,8 @@ class Meeting(Barrier):
         super().__call__()
 
 
-class StandardEditor(EditingTracer):
-    """The tracer of `model.edit()`, whose loops tell the ledger their step."""
-
-    def barrier(self, n: int) -> Meeting:
-        """A meeting point for `n` blocks of code, each of which calls it."""
-        return Meeting(n)
-
-    @property
-    def iter(self) -> Steps:
-        """The steps of a repeated run: `for step in tracer.iter[:]: ...` edits every one."""
-        return Steps()
-
-
-class StandardTracer(InterleavingTracer):
-    """nnsight's tracer, whose loops tell the ledger their step.
-
-    `full_prefill`: whether blocks that borrow keys and values see the whole prompt in `generate`.
-    """
-
-    def __init__(self, *args: Any, full_prefill: bool = True, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.full_prefill = full_prefill
-
-    def execute(self, code: CodeType) -> None:
-        envoy: Any = self.envoy
-        if torch.is_inference_mode_enabled():
-            raise BadArgument(
-                "a trace under torch.inference_mode() cannot tell which tensors were edited.\n"
-                "Use torch.no_grad()."
-            )
-        envoy.interleaver.full_prefill = self.full_prefill
-        super().execute(code)
+class _Told(InterleavingTracer):
+    """nnsight's tracer, which tells the ledger where its block of code stands."""
 
     def barrier(self, n: int) -> Meeting:
         """A meeting point for `n` of this trace's invokes, each of which calls it."""
@@ -130,3 +100,28 @@ class StandardTracer(InterleavingTracer):
     def iter(self) -> Steps:
         """The steps of a repeated run: `for step in tracer.iter[:3]: ...`."""
         return Steps()
+
+
+class StandardEditor(_Told, EditingTracer):
+    """The tracer of `model.edit()`: `for step in tracer.iter[:]` edits every step of a run."""
+
+
+class StandardTracer(_Told):
+    """The tracer of `model.trace(...)`.
+
+    `full_prefill`: whether blocks that borrow keys and values see the whole prompt in `generate`.
+    """
+
+    def __init__(self, *args: Any, full_prefill: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.full_prefill = full_prefill
+
+    def execute(self, code: CodeType) -> None:
+        envoy: Any = self.envoy
+        if torch.is_inference_mode_enabled():
+            raise BadArgument(
+                "a trace under torch.inference_mode() cannot tell which tensors were edited.\n"
+                "Use torch.no_grad()."
+            )
+        envoy.interleaver.full_prefill = self.full_prefill
+        super().execute(code)
