@@ -11,13 +11,16 @@ Queries are grouped over key heads without copying the keys. The source is trans
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ..ledger import is_fake
 
 __all__ = ["Mask", "heads_of", "pattern_from", "pattern_of", "read_mask", "scores_of"]
+
+PARTS: Final = 4
+"""In how many parts a pattern is computed, at least."""
 
 
 @dataclass(frozen=True)
@@ -78,40 +81,65 @@ def pattern_of(scores: torch.Tensor) -> torch.Tensor:
 
 
 def pattern_from(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask: Mask) -> torch.Tensor:
-    """The pattern without the scores: the same numbers, in the memory of one pattern.
+    """The pattern without the scores: the same numbers, in little more than the memory of one pattern.
 
-    Where no gradient is wanted, head by head, so that only one head's scores are held at a time.
+    Where no gradient is wanted, a part of one row's heads at a time (`_parts`), whose scores fit a
+    processor's cache and are all that is held beside the pattern.
     """
     if torch.is_grad_enabled() and (queries.requires_grad or keys.requires_grad):
         return pattern_of(scores_of(queries, keys, scaling, mask))
-    batch, heads, length, _ = queries.shape
-    group = heads // keys.shape[1]
-    pattern = queries.new_empty(batch, heads, length, keys.shape[-2])
+    batch, heads, length, width = queries.shape
+    total, group = keys.shape[-2], heads // keys.shape[1]
+    pattern = queries.new_empty(batch, heads, length, total)
     blind = None if mask.visible is None else ~mask.visible.any(-1, keepdim=True)
     if blind is not None and (is_fake(blind) or not bool(blind.any())):
         blind = None
-    hidden = None if mask.visible is None else ~mask.visible
-    for head in range(heads):
-        # In the pattern's own memory: nothing but one head's shares is held beside it.
-        scores = pattern[:, head]
-        torch.matmul(queries[:, head], keys[:, head // group].transpose(-1, -2), out=scores)
-        if scaling != 1.0:
-            scores *= scaling
-        if mask.added is not None:
-            scores += _of_head(mask.added, head)
-        elif hidden is not None:
-            scores.masked_fill_(_of_head(hidden, head), -torch.inf)
-        scores.copy_(torch.softmax(scores, dim=-1, dtype=torch.float32))
-        if blind is not None:
-            scores.masked_fill_(_of_head(blind, head), 0.0)
+    step = _parts(batch, heads, group)
+    shared = max(step // group, 1)
+    bias = _bias(mask, queries)
+    scores = queries.new_empty(shared, step // shared * length, total)
+    for row in range(batch):
+        for first in range(0, heads, step):
+            some = slice(first, first + step)
+            seen = keys[row, first // group : first // group + shared].transpose(-1, -2)
+            torch.bmm(queries[row, some].reshape(shared, -1, width), seen, out=scores)
+            by_head = scores.view(step, length, total)
+            if scaling != 1.0:
+                by_head *= scaling
+            if bias is not None:
+                by_head += _of(bias, row, some)
+            shares = pattern[row, some]
+            if shares.dtype == torch.float32:
+                torch.softmax(by_head, dim=-1, out=shares)
+            else:
+                shares.copy_(torch.softmax(by_head, dim=-1, dtype=torch.float32))
+            if blind is not None:
+                shares.masked_fill_(_of(blind, row, some), 0.0)
     return pattern
 
 
-def _of_head(mask: torch.Tensor, head: int) -> torch.Tensor:
-    """A mask's part for one head, `[batch query key]`; masks broadcast over heads, and may lack the axes."""
+def _parts(batch: int, heads: int, group: int) -> int:
+    """How many heads of a row are done at once: whole groups that share a key head, or a fraction of one."""
+    wanted = max(heads * batch // max(PARTS, batch), 1)
+    if wanted < group:
+        return max(size for size in range(1, wanted + 1) if group % size == 0)
+    return max(size for size in range(group, wanted + 1, group) if heads % size == 0)
+
+
+def _bias(mask: Mask, queries: torch.Tensor) -> torch.Tensor | None:
+    """What is added to the scores: minus infinity where nothing may be seen."""
+    if mask.visible is None:
+        return mask.added
+    nothing = queries.new_zeros(mask.visible.shape)
+    return nothing.masked_fill_(~mask.visible, -torch.inf)
+
+
+def _of(mask: torch.Tensor, row: int, heads: slice) -> torch.Tensor:
+    """A mask's part for some heads of a row, `[heads query key]`; masks broadcast, and may lack the axes."""
     if mask.dim() < 4:
         return mask
-    return mask[:, head if mask.shape[1] > 1 else 0]
+    mask = mask[row if mask.shape[0] > 1 else 0]
+    return mask[heads] if mask.shape[0] > 1 else mask
 
 
 def heads_of(pattern: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
