@@ -31,28 +31,55 @@ __all__ = ["FORWARD_ORDER", "Collected", "collect", "record"]
 
 Values = str | Reference | Sequence[str | Reference]
 
-_BEFORE: Final = (
+_TOKENS: Final = (
     "input_ids",
     "attention_mask",
+    "vision.image_token_mask",
+    "vision.video_token_mask",
+    "audio.audio_token_mask",
     "token_embeddings",
     "per_layer_token_inputs",
+)
+_MEDIA: Final = (
+    "vision.patch_mask",
+    "vision.patch_embeddings",
+    "vision.layers",
+    "vision.tower_output",
+    "projector.soft_tokens",
+    "vision.image_features",
+    "vision.video_features",
+    "audio.frame_embeddings",
+    "audio.layers",
+    "audio.tower_output",
+    "audio_projector.soft_tokens",
+    "audio.frame_mask",
+    "audio.audio_features",
+)
+_STREAM: Final = (
     "per_layer_context_inputs",
     "per_layer_inputs",
+    "layers",
+    "raw_logits",
+    "logits",
+    "next_token_probs",
 )
 _BLOCK: Final = (
     "layer_input",
     "per_layer_input",
+    "feed_forward1.mlp_output",
     "attention_input",
     "own_keys",
     "own_values",
     "attention_queries",
     "attention_keys",
     "attention_values",
+    "visible_keys",
     "attention_scores",
     "attention_probabilities",
     "attention_head_outputs",
     "attention_projection",
     "attention_output",
+    "convolution_output",
     "mid_stream",
     "mlp_input",
     "mlp_neurons",
@@ -68,10 +95,9 @@ _BLOCK: Final = (
     "per_layer_output",
     "layer_output",
 )
-_AFTER: Final = ("raw_logits", "logits", "next_token_probs")
 
-FORWARD_ORDER: Final = (*_BEFORE, *_BLOCK, *_AFTER)
-"""The order in which a forward passes the standard values; the middle ones once a block."""
+FORWARD_ORDER: Final = (*_TOKENS, *_MEDIA, *_STREAM)
+"""The order in which a forward passes the standard values; `layers` are passed block by block."""
 
 
 class Collected(Mapping[str, Any]):
@@ -218,6 +244,8 @@ def joined(layout: Layout, parts: list[torch.Tensor], prompt: int | None = None)
     token more, and what it holds ends there: without a cache the whole text so far, with one the new token.
     """
     axis = _token_axis(layout)
+    if layout.axes[0] != "batch":
+        return parts[0]  # computed with the prompt alone
     if axis is None and "key" in layout.axes:
         axis = layout.axis("key")
         if _grows(parts, axis):
@@ -242,7 +270,9 @@ def joined(layout: Layout, parts: list[torch.Tensor], prompt: int | None = None)
 
 
 def _token_axis(layout: Layout) -> int | None:
-    """The axis of the tokens that were fed, if the layout has one."""
+    """The axis of the tokens that were fed, if the layout has one; an image's patches are none."""
+    if layout.axes[0] != "batch":
+        return None
     return next((layout.axis(name) for name in ("seq", "query") if name in layout.axes), None)
 
 
@@ -311,8 +341,8 @@ def collect(
         finish.frame = Frame(model, caller(model, "collect"))
         fed.update(model.interleaver.encoding)
         _check(finish, "collect", growing=generating)
-        for _ in steps(model, None):
-            _read(model, places, layouts, result)
+        for step in steps(model, None):
+            _read(model, places, layouts, result, later=step > 0)
             if not generating:
                 raise EarlyStopException
 
@@ -380,7 +410,7 @@ def record(
             finish.step = step
             if step > 0:
                 _feed_step(model, result, step, joins=generating)
-            _read(model, places, layouts, result)
+            _read(model, places, layouts, result, later=generating and step > 0)
             if not generating and step == (first or 0):
                 return
 
@@ -426,8 +456,13 @@ def _trusting(model: Any, task: Callable[[], None]) -> Callable[[], None]:
     return trusted
 
 
-def _read(model: Any, places: list[str], layouts: Mapping[str, Layout], result: Collected) -> None:
+def _read(
+    model: Any, places: list[str], layouts: Mapping[str, Layout], result: Collected, *, later: bool = False
+) -> None:
+    """Keep the values of one step; what comes of images and sound is there in the first one alone."""
     for path in places:
+        if later and layouts[path].axes[0] != "batch":
+            continue
         host, _ = find(model, path)
         value = getattr(host, path.rpartition(".")[2])
         result._keep(path, result._finish.one(layouts[path], value))
@@ -450,15 +485,19 @@ def _asked(model: Any, values: Values) -> tuple[dict[str, list[str]], dict[str, 
     return asked, layouts
 
 
-def _in_forward_order(paths: Mapping[str, Any]) -> list[str]:
-    def key(path: str) -> tuple[int, int, int]:
-        name = path.rpartition(".")[2]
-        rank = FORWARD_ORDER.index(name)
-        if path.startswith("layers["):
-            return 1, int(path[len("layers[") : path.index("]")]), rank
-        return (0 if name in _BEFORE else 2), 0, rank
+def _in_forward_order(paths: Iterable[str]) -> list[str]:
+    return sorted(paths, key=_rank)
 
-    return sorted(paths, key=key)
+
+def _rank(path: str) -> tuple[int, int, int]:
+    """Where in a forward a value is: its place, its block, and its place in the block."""
+    stack, inside, rest = path.partition("layers[")
+    if not inside:
+        return FORWARD_ORDER.index(path), 0, 0
+    block, _, name = rest.partition("].")
+    short = name.rpartition(".")[2]
+    rank = _BLOCK.index(name if name in _BLOCK else short)
+    return FORWARD_ORDER.index(f"{stack}layers"), int(block), rank
 
 
 def _feed(result: Collected, encoding: Mapping[str, Any], output: torch.Tensor | None) -> None:

@@ -290,11 +290,14 @@ class StandardInterleaver(Interleaver):
         """The location of the model's own input, which every forward passes first."""
         self.options: dict[str, Any] = {}
         """The keywords the run's call was given."""
+        self._before: dict[str, int] = {}
+        """What `counts` stood at when the run began."""
         self.full_prefill = False
         """Whether blocks that borrow keys and values are to see the whole prompt."""
 
     def __enter__(self) -> StandardInterleaver:
         self.ledger = Ledger(self)
+        self._before = dict(self.counts)
         for mediator in self.mediators:
             mediator.flush = flushing(mediator)
         super().__enter__()
@@ -306,6 +309,21 @@ class StandardInterleaver(Interleaver):
             # An early stop ends the moment of what was read last; nothing waits for it any more.
             self.ledger.settle(*self.ledger.waiting())
         return stopped
+
+    def handle(self, provider: str, value: Any) -> Any:
+        batcher = self.batcher
+        if batcher is None or batcher.media is None:
+            return super().handle(provider, value)
+        # Serving a worker may run another module, whose locations come between.
+        before, batcher.at = batcher.at, provider
+        try:
+            return super().handle(provider, value)
+        finally:
+            batcher.at = before
+
+    def passes(self, location: str) -> int:
+        """How often a location was passed in this run."""
+        return self.counts.get(location, 0) - self._before.get(location, 0)
 
     def check_dangling_mediators(self) -> None:
         self._tell_of_one_step_edits()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
@@ -152,6 +152,43 @@ class BlockPlan:
 
 
 @dataclass(frozen=True)
+class TowerBlockPlan:
+    """What the config says of one block of a tower, under the names of `BlockPlan`."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    kind: Literal["full"] = "full"
+    window: None = None
+
+
+@dataclass(frozen=True)
+class VisionPlan:
+    """How images get into the stream."""
+
+    hidden_size: int
+    """The width of the tower's stream, or of the embedder's where there is no tower."""
+    patch_size: int
+    """Pixels along a side of what is one row of `patch_embeddings`."""
+    pooling: int
+    """How many patches along a side become one soft token; 1 where the patches are merged before."""
+    blocks: tuple[TowerBlockPlan, ...]
+    """None where an embedder takes the place of the tower."""
+
+
+@dataclass(frozen=True)
+class AudioPlan:
+    """How sound gets into the stream."""
+
+    hidden_size: int
+    """The width of the tower's stream, or of a frame of raw samples where there is no tower."""
+    blocks: tuple[TowerBlockPlan, ...]
+    """None where frames of raw samples go to the projector."""
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """What the config says of the whole text model, and of each block in `blocks`."""
 
@@ -181,8 +218,20 @@ class ModelPlan:
     blocks: tuple[BlockPlan, ...]
     wrapper: bool
     """Whether the config is a `*ForConditionalGeneration`'s: the stack is at `model.language_model`."""
-    has_vision: bool
-    has_audio: bool
+    vision: VisionPlan | None
+    """None where the load takes no images."""
+    audio: AudioPlan | None
+    """None where the load takes no sound."""
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the load takes images."""
+        return self.vision is not None
+
+    @property
+    def has_audio(self) -> bool:
+        """Whether the load takes sound."""
+        return self.audio is not None
 
     def kv_sharing(self) -> dict[int, tuple[int, ...]]:
         """Each block that lends its keys and values, with the blocks that borrow them."""
@@ -244,8 +293,8 @@ def plan(config: Any) -> ModelPlan:
         vocab_size_per_layer_input=text.vocab_size_per_layer_input if per_layer_input_size else None,
         blocks=_blocks(text, stored, per_layer_input_size),
         wrapper=wrapper,
-        has_vision=getattr(config, "vision_config", None) is not None,
-        has_audio=getattr(config, "audio_config", None) is not None,
+        vision=_vision(getattr(config, "vision_config", None)),
+        audio=_audio(getattr(config, "audio_config", None)),
     )
 
 
@@ -311,6 +360,42 @@ def _rotary(parameters: dict[str, Any], head_dim: int) -> RotaryPlan:
     # In transformers' own order of operations, which decides how an odd product is cut.
     pairs = int(parameters.get("partial_rotary_factor", 1.0) * head_dim // 2)
     return RotaryPlan(kind, theta, head_dim, rotated=2 * pairs, factor=parameters.get("factor", 1.0))
+
+
+# ---- the towers -------------------------------------------------------------------------------------------
+
+
+def _vision(config: Any) -> VisionPlan | None:
+    if config is None:
+        return None
+    if config.model_type == "gemma4_unified_vision":
+        return VisionPlan(config.mm_embed_dim, config.patch_size * config.pooling_kernel_size, 1, ())
+    block = TowerBlockPlan(
+        index=0,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+    )
+    blocks = tuple(replace(block, index=index) for index in range(config.num_hidden_layers))
+    return VisionPlan(config.hidden_size, config.patch_size, config.pooling_kernel_size, blocks)
+
+
+def _audio(config: Any) -> AudioPlan | None:
+    if config is None:
+        return None
+    if config.model_type == "gemma4_unified_audio":
+        return AudioPlan(config.audio_embed_dim, ())
+    heads = config.num_attention_heads
+    block = TowerBlockPlan(
+        index=0,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=config.hidden_size // heads,
+        intermediate_size=4 * config.hidden_size,  # `Gemma4AudioFeedForward`
+    )
+    blocks = tuple(replace(block, index=index) for index in range(config.num_hidden_layers))
+    return AudioPlan(config.hidden_size, blocks)
 
 
 # ---- the weights ------------------------------------------------------------------------------------------

@@ -16,8 +16,6 @@ __all__ = ["CACHES", "cached_tokens", "check_prompt", "hides_new_tokens", "text_
 CACHES: Final = ("cache", "past_key_values")
 """What transformers calls the cache that a call is given: 5.24, and older releases."""
 
-_MEDIA: Final = ("pixel_values", "pixel_values_videos", "input_features")
-
 
 def cached_tokens(encoding: Mapping[str, Any]) -> int:
     """How many tokens the cache that a call is given holds."""
@@ -57,7 +55,7 @@ def text_positions(encoding: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     mask, ids = encoding.get("attention_mask"), encoding.get("input_ids", encoding.get("inputs_embeds"))
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not isinstance(ids, torch.Tensor):
         return {}
-    if "position_ids" in encoding or not _concrete(mask) or any(name in encoding for name in _MEDIA):
+    if "position_ids" in encoding or not _concrete(mask):
         return {}
     before = cached_tokens(encoding)
     if mask.shape != (ids.shape[0], before + ids.shape[1]):

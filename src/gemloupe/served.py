@@ -13,8 +13,9 @@ location, a write replaces what flows on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -180,6 +181,8 @@ class Served(eproperty):
         """The model holds its memory under an earlier name too: a block's output is the next one's input."""
         self.kept_by_autograd = kept_by_autograd
         """torch keeps this very memory for its backward pass, so that an edit in place would spoil it."""
+        self.axes: Mapping[str, str] = {}
+        """Axes that go by another name on this kind of host; see `on`."""
         self._back: Callable[[Any, Any, Any], Any] | None = None
         self._check: Callable[[Any, Any], None] | None = None
         self._stub: Callable[[Any, Any], Any]
@@ -202,6 +205,22 @@ class Served(eproperty):
         self._check = function
         return self
 
+    def on(
+        self, axes: Mapping[str, str], *, needs: Callable[[Any], str | None] | None = None, doc: str = ""
+    ) -> Served:
+        """The same value of another kind of host, some axes by another name there.
+
+        What is bound to the descriptor is bound anew; `doc` replaces its docstring, if it is given.
+        """
+        other = type(self).__new__(type(self))
+        property.__init__(other)
+        vars(other).update(vars(self))
+        other.axes, other.needs = axes, needs
+        other._preprocess, other._transform = other._serve, other.settle
+        other.__doc__ = doc or _renamed(self.__doc__ or "", axes)
+        other.description = other.meaning
+        return other
+
     # -- what it is ------------------------------------------------------------------------------
 
     @property
@@ -210,7 +229,10 @@ class Served(eproperty):
         hint = self._stub.__annotations__["return"]
         if not isinstance(hint, str):  # a module without postponed annotations
             hint = next(name for name, alias in vars(layouts).items() if alias is hint)
-        return LAYOUTS[hint.removesuffix("Layout")]
+        layout = LAYOUTS[hint.removesuffix("Layout")]
+        if not self.axes:
+            return layout
+        return replace(layout, axes=tuple(self.axes.get(axis, axis) for axis in layout.axes))
 
     @property
     def meaning(self) -> str:
@@ -252,7 +274,8 @@ class Served(eproperty):
             return self.reference(obj)
         state = obj.interleaver.ledger.of(mediator)
         state.asked = name = self.path_on(obj)
-        with _translated(mediator, name):
+        obj.check_runs(self, mediator, state)
+        with _translated(mediator, name), _on_pass(mediator, obj.first_pass(self, mediator)):
             return self._read(obj, mediator, state, name)
 
     def _read(self, obj: Any, mediator: Mediator, state: Any, name: str) -> Any:
@@ -350,7 +373,8 @@ class Served(eproperty):
             )
         state = obj.interleaver.ledger.of(mediator)
         state.asked = name
-        with _translated(mediator, name):
+        obj.check_runs(self, mediator, state)
+        with _translated(mediator, name), _on_pass(mediator, obj.first_pass(self, mediator)):
             self._write(obj, mediator, state, name, value)
         obj.interleaver.ledger.check()
         obj.interleaver.ledger.wrote(name)
@@ -450,6 +474,15 @@ class Served(eproperty):
 served = Served
 
 
+def _renamed(text: str, axes: Mapping[str, str]) -> str:
+    """A docstring whose layouts, in brackets, name the axes anew."""
+
+    def layout(match: re.Match[str]) -> str:
+        return f"[{' '.join(axes.get(axis, axis) for axis in match[1].split())}]"
+
+    return re.sub(r"\[([a-z_ ]+)\]", layout, text)
+
+
 def marked(value: Any, *, own: bool) -> Any:
     """Let `.grad` of a view be taken from the tensor it is a view of.
 
@@ -499,6 +532,23 @@ class _translated:
                 f"{self.name} was asked for, but this call did not run the module it belongs to "
                 f"(or was stopped before it)."
             ) from None
+
+
+class _on_pass:
+    """Asks for a later pass of a module that runs several times a forward, as a tower does for video."""
+
+    def __init__(self, mediator: Mediator, passes: int) -> None:
+        self.mediator = mediator
+        self.passes = passes
+
+    def __enter__(self) -> None:
+        self.before = self.mediator.iteration
+        if self.passes:
+            self.mediator.iteration = (self.before or 0) + self.passes
+
+    def __exit__(self, *_: Any) -> None:
+        if self.passes:
+            self.mediator.iteration = self.before
 
 
 def late_text(name: str, last: str | None, what: str) -> str:

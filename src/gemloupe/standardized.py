@@ -5,22 +5,27 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Mapping
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nnsight.intervention.envoy import Envoy
+from nnsight.modeling.processing import PROCESSOR_MEDIA_KEYS
 from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
 
-from . import capture, generation, lens, steering, support
+from . import capture, generation, lens, media, steering, support
 from .arguments import check_inputs
 from .batching import StandardBatcher
 from .envoys.base import StandardEnvoy
 from .envoys.root import Root
+from .envoys.scatter import KINDS as SCATTERED
+from .errors import BadArgument
 from .families import family
 from .ledger import StandardInterleaver
 from .loading import check_weights, read_config, text_config
+from .media_checks import MediaCount, check_media
 from .prompts import CACHES, check_prompt, hides_new_tokens, text_positions
 from .tokens import find_tokenizer
 from .tracer import StandardEditor, StandardTracer
@@ -187,11 +192,25 @@ class StandardizedTransformer(Root, TransformersModel):
         borrows = any(block.borrows_keys for block in self.plan.blocks)
         return borrows and self.stack.labels["drop_prompt"] is not None
 
+    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+        rows = media.rows_in(inputs, kwargs)
+        return super()._batch_size(*inputs, **kwargs) if rows is None else rows
+
     def _batch(self, invokes: list, fn: Any) -> tuple:
-        args, kwargs = super()._batch(invokes, fn)
+        each: list[dict[str, Any]] = []
+        if any(media.has_media(*invoke) for invoke in invokes):
+            self._check_processor(invokes)
+            kwargs, each = media.join(self, invokes)
+            args: tuple = ()
+        else:
+            args, kwargs = super()._batch(invokes, fn)
         generating = getattr(fn, "__name__", "") == "generate"
         # What `trace` is given beside its invokes is laid over their batch.
         extra = self.interleaver.batcher.extra_kwargs
+        config: Any = self._module.config
+        sizes = check_media(config, {**kwargs, **extra})
+        if any(sizes.given) and "mm_token_type_ids" not in {**kwargs, **extra}:
+            kwargs["mm_token_type_ids"] = media.token_types(config, kwargs["input_ids"])
         beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
         masked = "attention_mask" in beside
         if not generating:
@@ -203,8 +222,51 @@ class StandardizedTransformer(Root, TransformersModel):
                 kwargs = {**text_positions({**kwargs, **beside}), **kwargs}
         self.interleaver.encoding = {**kwargs, **beside}
         self.interleaver.generating = generating
+        if len(each) > 1 and any(sizes.given):
+            self.interleaver.batcher.media = self._media_rows(sizes, each)
         check_prompt(self.tokenizer, self.interleaver.encoding)
         return args, kwargs
+
+    def _check_processor(self, invokes: list) -> None:
+        """Refuse raw images, video or sound where nothing can make model inputs of them.
+
+        Raises: BadArgument.
+        """
+        given = next((name for _, kwargs in invokes for name in kwargs if name in PROCESSOR_MEDIA_KEYS), None)
+        if given is None or self.processor is not None:
+            return
+        reason = self.plan.vision is None and self.plan.audio is None
+        raise BadArgument(
+            f"`{given}=` needs a processor, and this model was loaded without one.\n"
+            + (
+                "It is the text-only model: load the published repository with task='image-text-to-text'."
+                if reason
+                else "Load it with task='image-text-to-text', or give `processor=` beside the module."
+            )
+        )
+
+    def _media_rows(self, sizes: MediaCount, each: list[dict[str, Any]]) -> media.MediaRows:
+        """Whose images, frames and sounds are whose, in a batch of several invokes."""
+        counts = [
+            {kind: len(encoding[name]) for kind, name in media.GIVEN_BY.items() if name in encoding}
+            | {"videos": len(encoding.get("num_frames_per_video", ()))}
+            for encoding in each
+        ]
+        starts = accumulate((encoding["input_ids"].shape[0] for encoding in each[:-1]), initial=0)
+        inner = self.stack.parent
+        towers: dict[str, tuple[str, ...]] = {}
+        for name, kinds in (
+            ("vision", ("images", "frames")),
+            ("projector", ("images", "frames")),
+            ("audio", ("audios",)),
+            ("audio_projector", ("audios",)),
+        ):
+            if support.why_not(self, name) is None:
+                towers[f"{getattr(self, name).path}."] = kinds
+        for name, kinds in SCATTERED.items():
+            towers[inner.location(f"source.{name}.output")] = kinds
+        calls = (self.location("input"), inner.location("input"))
+        return media.MediaRows(sizes, counts, starts, towers, calls, self.interleaver.passes)
 
     # -- operations ------------------------------------------------------------------------------
 

@@ -10,9 +10,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from .envoys.attention import Attention
+from .envoys.audio import (
+    Audio,
+    AudioAttention,
+    AudioConvolution,
+    AudioLayer,
+    AudioProjector,
+    HalfFeedForward,
+)
 from .envoys.layer import Layer
 from .envoys.mlp import Mlp
 from .envoys.root import Root
+from .envoys.vision import Projector, Vision, VisionAttention, VisionLayer, VisionMlp
 from .errors import Unavailable
 from .layouts import Layout
 from .paths import expand, find, is_pattern
@@ -23,14 +32,31 @@ if TYPE_CHECKING:
 
     from .references import Reference
 
-__all__ = ["HOSTS", "Support", "SupportRow", "support", "why_not"]
+__all__ = ["HOSTS", "MEDIA_HOSTS", "TEXT_HOSTS", "Support", "SupportRow", "support", "why_not"]
 
-HOSTS: dict[str, type] = {
+TEXT_HOSTS: dict[str, type] = {
     "": Root,
     "layers[i]": Layer,
     "layers[i].self_attn": Attention,
     "layers[i].mlp": Mlp,
 }
+"""Where the text model's values are, and the class of the envoy there."""
+MEDIA_HOSTS: dict[str, type] = {
+    "vision": Vision,
+    "vision.layers[i]": VisionLayer,
+    "vision.layers[i].self_attn": VisionAttention,
+    "vision.layers[i].mlp": VisionMlp,
+    "projector": Projector,
+    "audio": Audio,
+    "audio.layers[i]": AudioLayer,
+    "audio.layers[i].feed_forward1": HalfFeedForward,
+    "audio.layers[i].self_attn": AudioAttention,
+    "audio.layers[i].lconv1d": AudioConvolution,
+    "audio.layers[i].feed_forward2": HalfFeedForward,
+    "audio_projector": AudioProjector,
+}
+"""Where the values of images, video and sound are."""
+HOSTS: dict[str, type] = {**TEXT_HOSTS, **MEDIA_HOSTS}
 """Where values are, and the class of the envoy there."""
 
 
@@ -55,7 +81,9 @@ class SupportRow:
     meaning: str
     writable: bool
     blocks: tuple[int, ...] | None
-    """The blocks that have it; `None` for a value of the whole model."""
+    """The blocks that have it, of the text stack or of a tower; `None` for a value of no block."""
+    num_blocks: int
+    """How many blocks there are that could have it."""
     available: bool
     """Whether any place has it."""
     reason: str | None
@@ -94,7 +122,7 @@ class Support:
     def _where(self, row: SupportRow) -> str:
         if row.blocks is None:
             return "yes" if row.available else "no"
-        if len(row.blocks) == self.num_layers:
+        if row.blocks and len(row.blocks) == row.num_blocks:
             return "every block"
         return spans(row.blocks) if row.blocks else "no block"
 
@@ -122,7 +150,9 @@ def support(model: Any) -> Support:
 def _row(model: Any, pattern: str, name: str, served: Served) -> SupportRow:
     path = f"{pattern}.{name}" if pattern else name
     per_block = "[i]" in pattern
-    places = [path.replace("[i]", f"[{i}]") for i in range(model.num_layers)] if per_block else [path]
+    blocks = _num_blocks(model, pattern) if per_block else 1
+    # Where there is no tower, its first block says why.
+    places = [path.replace("[i]", f"[{i}]") for i in range(max(blocks, 1))]
     reasons = [why_not(model, place) for place in places]
     having = tuple(i for i, reason in enumerate(reasons) if reason is None)
     return SupportRow(
@@ -131,9 +161,20 @@ def _row(model: Any, pattern: str, name: str, served: Served) -> SupportRow:
         meaning=served.meaning,
         writable=served.read_only is None,
         blocks=having if per_block else None,
+        num_blocks=blocks if per_block else 0,
         available=bool(having),
         reason=next((reason for reason in reasons if reason is not None), None),
     )
+
+
+def _num_blocks(model: Any, pattern: str) -> int:
+    """How many blocks the stack of a pattern has: the text stack's, or a tower's, which may be absent."""
+    plan = model.plan
+    towers = {"vision": plan.vision, "audio": plan.audio}
+    stack = pattern.partition(".")[0]
+    if stack not in towers:
+        return model.num_layers
+    return 0 if towers[stack] is None else len(towers[stack].blocks)
 
 
 def spans(numbers: tuple[int, ...]) -> str:

@@ -9,9 +9,11 @@ __all__ = [
     "borrows",
     "keys_are_values",
     "no_audio",
+    "no_audio_tower",
     "no_mixture",
     "no_pattern",
     "no_per_layer_inputs",
+    "no_tower",
     "no_vision",
 ]
 
@@ -55,8 +57,28 @@ def _no_modality(host: Any, what: str) -> str:
         return f"this checkpoint takes no {what}.\nUse token_embeddings for what enters the stream."
     return (
         f"this is the text-only model, which takes no {what}.\n"
-        f"Load the published repository, whose config has the towers, or wrap its "
-        f"*ForConditionalGeneration module."
+        f"Load the published repository, whose config has the towers, with "
+        f"task='image-text-to-text', or wrap its *ForConditionalGeneration module."
+    )
+
+
+def no_tower(host: Any) -> str | None:
+    """Images go into the stream by an embedder, without a tower."""
+    if host.model_plan.vision is None or host.model_plan.vision.blocks:
+        return None
+    return (
+        "this checkpoint (12B) has no vision tower: an embedder takes merged patches to the projector.\n"
+        "Use vision.patch_embeddings, vision.tower_output and vision.image_features."
+    )
+
+
+def no_audio_tower(host: Any) -> str | None:
+    """Sound goes into the stream as frames of raw samples, without a tower."""
+    if host.model_plan.audio is None or host.model_plan.audio.blocks:
+        return None
+    return (
+        "this checkpoint (12B) has no audio tower: frames of raw samples go to the projector.\n"
+        "Use audio.tower_output, which are those frames, and audio.audio_features."
     )
 
 

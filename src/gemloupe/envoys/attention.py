@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Final
 
 from ..layouts import HeadOutputs as HeadOutputsLayout
-from ..layouts import Keys, OwnKeys, Pattern, Queries, Residual
+from ..layouts import Keys, OwnKeys, Pattern, Queries, Residual, VisibleKeys
 from ..served import Argument, Item, Moment, served
 from .absence import borrows, keys_are_values, no_pattern
 from .base import Operation, PartOfBlock
@@ -124,6 +124,21 @@ class Attention(BlockFacts, PartOfBlock):
         replaces the block's mix of values; an untouched read leaves the run as it was, bit for bit.
         Raises: Unavailable, under flash attention.
         Source: transformers' `eager_attention_forward`.
+        """
+        return value
+
+    @AtCall(
+        "visible",
+        needs=no_pattern,
+        read_only="it is what the model was given.\nTo hide keys write attention_scores: "
+        "`scores.masked_fill_(hidden, -torch.inf)`.",
+    )
+    def visible_keys(self, value: Any) -> VisibleKeys:
+        """Which keys each query may see: the mask that this block really used.
+
+        Layout: [batch heads query key], true where the key is seen: causal, within the window, padding
+        left out, and both ways among the tokens of one image where the checkpoint has it so. Read only.
+        Raises: Unavailable, under flash attention.
         """
         return value
 

@@ -15,8 +15,11 @@ from ..errors import BadWrite, NoSuchBlock, Unavailable, UnknownName, Unsupporte
 from ..served import served_values
 
 if TYPE_CHECKING:
+    from nnsight.intervention.interleaver import Mediator
+
     from ..ledger import StandardInterleaver
     from ..plan import BlockPlan, ModelPlan
+    from ..served import Served
 
 __all__ = ["Blocks", "Operation", "PartOfBlock", "StandardEnvoy"]
 
@@ -96,6 +99,23 @@ class StandardEnvoy(Envoy):
         if of == "self":
             return self
         return getattr(self, of)
+
+    def rows(self, mediator: Mediator) -> slice:
+        """Of what this host computes along the first axis, what is `mediator`'s: its rows of the batch."""
+        group, batcher = mediator.batch_group, self.interleaver.batcher
+        if group is None or batcher is None or not batcher.batching:
+            return slice(None)
+        return slice(group[0], group[0] + group[1])
+
+    def check_runs(self, value: Served, mediator: Mediator, state: Any) -> None:
+        """Refuse a value that the call, or the present step of it, does not compute.
+
+        Raises: NeverRan.
+        """
+
+    def first_pass(self, value: Served, mediator: Mediator) -> int:
+        """How often the module runs in a forward before it runs on what is `mediator`'s."""
+        return 0
 
     # -- locations -------------------------------------------------------------------------------
 

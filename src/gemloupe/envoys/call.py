@@ -24,7 +24,7 @@ from nnsight.intervention.interleaver import Event, Mediator, Pending
 from ..errors import OutOfOrder
 from ..ledger import NOTHING, owner, running, version
 from ..served import Served, late_text, marked
-from .mixing import Mask, heads_of, pattern_from, pattern_of, read_mask, scores_of
+from .mixing import Mask, heads_of, pattern_from, pattern_of, read_mask, scores_of, visible_in
 
 __all__ = ["CALL", "AtCall", "AttentionCall", "HeadOutputs"]
 
@@ -112,6 +112,8 @@ class AttentionCall:
     def get(self, role: str) -> torch.Tensor:
         """The value of a role as it stands, edits of this moment included."""
         self._recall()
+        if role == "visible":
+            return self._visible()
         if role in _ARGUMENT:
             if role not in self.held:
                 value = self._given(role)
@@ -187,12 +189,21 @@ class AttentionCall:
         # Where a gradient is wanted, from the copy that keys are served as, now or later.
         keys = self.get("keys") if self._given("keys").requires_grad else self._current("keys")
         queries = self._current("queries")
+        self._remember()
+        return queries, keys, self.kwargs.get("scaling", 1.0), self._mask(queries, keys)
+
+    def _mask(self, queries: torch.Tensor, keys: torch.Tensor) -> Mask:
+        """The mask as the attention function was given it."""
         mask = self.rest[0] if self.rest else self.kwargs.get("attention_mask")
         eager = self.module.config._attn_implementation == "eager"
         causal = not eager and getattr(self.module, "is_causal", True)
-        self._remember()
-        visible = read_mask(mask, queries, keys, causal=causal, rows=self.rows)
-        return queries, keys, self.kwargs.get("scaling", 1.0), visible
+        return read_mask(mask, queries, keys, causal=causal, rows=self.rows)
+
+    def _visible(self) -> torch.Tensor:
+        """Which keys each query may see, `[batch heads query key]`."""
+        queries, keys = self._current("queries"), self._current("keys")
+        visible = visible_in(self._mask(queries, keys), queries, keys)
+        return visible.expand(*queries.shape[:3], keys.shape[-2])
 
     def _inherit(self, role: str, own: torch.Tensor, earlier: list[AttentionCall]) -> torch.Tensor:
         """`own`, with the rows that an earlier worker edited as it left them."""
@@ -427,7 +438,7 @@ class HeadOutputs(Served):
 
 def open_call(host: Any, mediator: Mediator, visit: int, raw: tuple) -> AttentionCall:
     """The call as `mediator` sees it, with what earlier workers made of its scores and pattern."""
-    call = AttentionCall(host, visit, raw, rows_of(host, mediator))
+    call = AttentionCall(host, visit, raw, host.rows(mediator))
     call.inherited = sorted(
         (other for other in others_at(call) if other.mixed), key=lambda other: other.mixed_as
     )
@@ -516,11 +527,3 @@ class AtCall(Served):
         raw = Mediator.value(location)
         state.call = open_call(obj, mediator, visit, raw)
         return state.call, False
-
-
-def rows_of(host: Any, mediator: Mediator) -> slice:
-    """The rows of the batch that are this worker's."""
-    group, batcher = mediator.batch_group, host.interleaver.batcher
-    if group is None or batcher is None or not batcher.batching:
-        return slice(None)
-    return slice(group[0], group[0] + group[1])

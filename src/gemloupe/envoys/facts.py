@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from ..plan import BlockPlan, RotaryPlan
+    from ..plan import BlockPlan, RotaryPlan, TowerBlockPlan
 
-__all__ = ["BlockFacts"]
+__all__ = ["BlockFacts", "TowerFacts"]
 
 
 class BlockFacts:
@@ -102,3 +102,42 @@ class BlockFacts:
     def has_per_layer_input(self) -> bool:
         """Whether the block has a per-layer branch."""
         return self.block_plan.has_per_layer_input
+
+
+class TowerFacts:
+    """The facts of `plan.TowerBlockPlan`, under the same names on a block of a tower and its modules."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def block_plan(self) -> TowerBlockPlan: ...
+
+    @property
+    def kind(self) -> Literal["full"]:
+        """`"full"`: a block of a tower has the text blocks' other kind nowhere."""
+        return self.block_plan.kind
+
+    @property
+    def window(self) -> None:
+        """None: every patch sees every other."""
+        return self.block_plan.window
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one head."""
+        return self.block_plan.head_dim
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.block_plan.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads, each serving `num_heads // num_kv_heads` query heads."""
+        return self.block_plan.num_kv_heads
+
+    @property
+    def intermediate_size(self) -> int:
+        """The width of the MLP."""
+        return self.block_plan.intermediate_size

@@ -17,7 +17,7 @@ import torch
 
 from ..ledger import is_fake
 
-__all__ = ["Mask", "heads_of", "pattern_from", "pattern_of", "read_mask", "scores_of"]
+__all__ = ["Mask", "heads_of", "pattern_from", "pattern_of", "read_mask", "scores_of", "visible_in"]
 
 PARTS: Final = 4
 """In how many parts a pattern is computed, at least."""
@@ -52,6 +52,18 @@ def read_mask(mask: Any, queries: torch.Tensor, keys: torch.Tensor, *, causal: b
     batch, heads = mask.shape[:2]
     dense = create_mask(mask.mask_mod, batch, heads, length, total, device=str(queries.device))
     return Mask(visible=dense if batch == 1 else dense[rows])
+
+
+def visible_in(mask: Mask, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """A mask as a boolean of its own memory, which broadcasts to `[batch heads query key]`.
+
+    What eager attention adds where nothing is to be seen is the least number there is.
+    """
+    if mask.visible is not None:
+        return mask.visible.clone()
+    if mask.added is not None:
+        return mask.added > torch.finfo(mask.added.dtype).min / 2
+    return torch.ones(queries.shape[-2], keys.shape[-2], dtype=torch.bool, device=queries.device)
 
 
 def scores_of(queries: torch.Tensor, keys: torch.Tensor, scaling: float, mask: Mask) -> torch.Tensor:

@@ -12,11 +12,21 @@ from typing import Any, Final
 from transformers.models.gemma4 import modeling_gemma4 as native
 
 from ..envoys.attention import Attention
+from ..envoys.audio import (
+    Audio,
+    AudioAttention,
+    AudioConvolution,
+    AudioLayer,
+    AudioProjector,
+    HalfFeedForward,
+)
 from ..envoys.base import Blocks
 from ..envoys.experts import Experts
 from ..envoys.layer import Layer
 from ..envoys.mlp import Mlp, Router
+from ..envoys.scatter import ImageScatter
 from ..envoys.stack import PerLayerStack
+from ..envoys.vision import Projector, Vision, VisionAttention, VisionLayer, VisionMlp
 
 RENAME: Final[dict[str, str]] = {
     "model.embed_tokens": "embed_tokens",
@@ -40,5 +50,18 @@ ENVOYS: Final[dict[Any, Any]] = {
     native.Gemma4TextMLP: Mlp,
     native.Gemma4TextRouter: Router,
     native.Gemma4TextExperts: Experts,
+    native.Gemma4Model: ImageScatter,
+    native.Gemma4VisionModel: Vision,
+    native.Gemma4VisionEncoderLayer: VisionLayer,
+    native.Gemma4VisionAttention: VisionAttention,
+    native.Gemma4VisionMLP: VisionMlp,
+    native.Gemma4AudioModel: Audio,
+    native.Gemma4AudioLayer: AudioLayer,
+    native.Gemma4AudioFeedForward: HalfFeedForward,
+    native.Gemma4AudioAttention: AudioAttention,
+    native.Gemma4AudioLightConv1d: AudioConvolution,
+    # One class embeds both; the path tells them apart.
+    "embed_vision": Projector,
+    "embed_audio": AudioProjector,
     "layers": Blocks,
 }
