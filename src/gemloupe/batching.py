@@ -91,7 +91,7 @@ class StandardBatcher(Batcher):
         return self.media.kind_of(key)
 
     def _rows(self, tensor: torch.Tensor, group: list, kind: str | None) -> tuple[int, int, int] | None:
-        """Start, length and whole of an invoke's part of a tensor, or `None` where all of it is everyone's."""
+        """Start, length and whole of an invoke's part of a tensor; `None` where it is everyone's."""
         if tensor.dim() == 0:
             return None
         if kind is not None and self.media is not None:

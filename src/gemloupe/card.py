@@ -18,13 +18,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from .envoys.absence import no_audio, no_audio_tower, no_tower, no_vision
 from .envoys.facts import BlockFacts
 from .errors import GemloupeError, LoadError
 from .families import family
 from .loading import read_config, text_config
 from .plan import BlockPlan, ModelPlan
 from .served import Served, served_values
-from .support import HOSTS, SupportRow, spans
+from .support import HOSTS, SupportRow, num_blocks, spans
 from .targets import tiny_target
 from .traps import traps
 
@@ -144,9 +145,23 @@ class _Host(BlockFacts):
         return self.model_plan.blocks[self.index]
 
 
+def _absent(host: _Host, pattern: str) -> str | None:
+    """Why the place of a pattern is not there."""
+    stack, _, inside = pattern.partition(".")
+    for names, modality, tower in (
+        (("vision", "projector"), no_vision, no_tower),
+        (("audio", "audio_projector"), no_audio, no_audio_tower),
+    ):
+        if stack in names:
+            return modality(host) or (tower(host) if inside else None)
+    return None
+
+
 def _row(plan: ModelPlan, pattern: str, name: str, value: Served) -> SupportRow:
     per_block = "[i]" in pattern
-    reasons = [value.why_not(_Host(plan, i)) for i in range(plan.num_layers if per_block else 1)]
+    blocks = num_blocks(plan, pattern) if per_block else 1
+    hosts = [_Host(plan, i) for i in range(max(blocks, 1))]
+    reasons = [_absent(host, pattern) or value.why_not(host) for host in hosts]
     having = tuple(i for i, reason in enumerate(reasons) if reason is None)
     return SupportRow(
         path=f"{pattern}.{name}" if pattern else name,
@@ -154,6 +169,7 @@ def _row(plan: ModelPlan, pattern: str, name: str, value: Served) -> SupportRow:
         meaning=value.meaning,
         writable=value.read_only is None,
         blocks=having if per_block else None,
+        num_blocks=blocks if per_block else 0,
         available=bool(having),
         reason=next((reason for reason in reasons if reason is not None), None),
     )

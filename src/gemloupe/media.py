@@ -1,4 +1,4 @@
-"""Images, frames of video and sound beside the text of a call: one batch of several invokes, and whose is what.
+"""Images, video and sound beside the text of a call: one batch of several invokes, and whose is what.
 
 nnsight runs an encoding with media on its own; here the encodings of several invokes are joined, text padded
 on the left and media one after the other, which is the order in which the wrapper scatters them.
@@ -226,7 +226,7 @@ class MediaRows:
         return _KIND_OF.get(argument)
 
     def cut(self, kind: str, group: Sequence[int], size: int) -> tuple[int, int, int] | None:
-        """Start, length and whole of an invoke's part of an axis of length `size`; `None` if it is no such."""
+        """Start, length and whole of an invoke's part of an axis of length `size`, if it is one."""
         for table in (self._items, self._tokens):
             found = table.get(kind, {}).get(group[0])
             if found is not None and found[2] == size:

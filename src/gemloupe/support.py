@@ -30,9 +30,10 @@ from .served import Served, served_values
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .plan import ModelPlan
     from .references import Reference
 
-__all__ = ["HOSTS", "MEDIA_HOSTS", "TEXT_HOSTS", "Support", "SupportRow", "support", "why_not"]
+__all__ = ["HOSTS", "MEDIA_HOSTS", "TEXT_HOSTS", "Support", "SupportRow", "num_blocks", "support", "why_not"]
 
 TEXT_HOSTS: dict[str, type] = {
     "": Root,
@@ -150,7 +151,7 @@ def support(model: Any) -> Support:
 def _row(model: Any, pattern: str, name: str, served: Served) -> SupportRow:
     path = f"{pattern}.{name}" if pattern else name
     per_block = "[i]" in pattern
-    blocks = _num_blocks(model, pattern) if per_block else 1
+    blocks = num_blocks(model.plan, pattern) if per_block else 1
     # Where there is no tower, its first block says why.
     places = [path.replace("[i]", f"[{i}]") for i in range(max(blocks, 1))]
     reasons = [why_not(model, place) for place in places]
@@ -167,14 +168,13 @@ def _row(model: Any, pattern: str, name: str, served: Served) -> SupportRow:
     )
 
 
-def _num_blocks(model: Any, pattern: str) -> int:
+def num_blocks(plan: ModelPlan, pattern: str) -> int:
     """How many blocks the stack of a pattern has: the text stack's, or a tower's, which may be absent."""
-    plan = model.plan
-    towers = {"vision": plan.vision, "audio": plan.audio}
     stack = pattern.partition(".")[0]
-    if stack not in towers:
-        return model.num_layers
-    return 0 if towers[stack] is None else len(towers[stack].blocks)
+    if stack not in ("vision", "audio"):
+        return plan.num_layers
+    tower = plan.vision if stack == "vision" else plan.audio
+    return 0 if tower is None else len(tower.blocks)
 
 
 def spans(numbers: tuple[int, ...]) -> str:

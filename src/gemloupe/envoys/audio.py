@@ -145,7 +145,7 @@ class HalfFeedForward(PartOfBlockOfTower):
 
     FEEDS: ClassVar = ("audios",)
 
-    # The model scales and adds in place on what its norm made: the value is a copy, which goes back if edited.
+    # The model scales and adds in place on what its norm made: this is a copy, which goes back if edited.
     @served("post_layer_norm.output", private=True)
     def mlp_output(self, value: Any) -> Frames:
         """What this half of a feed-forward adds to the stream, its weight of a half included.

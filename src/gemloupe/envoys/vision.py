@@ -117,7 +117,7 @@ class Projector(PartOfTower):
 
     @served("input", piece=Argument(0, "inputs_embeds"), needs=no_tower)
     def soft_tokens(self, value: Any) -> PooledPatches:
-        """The patches pooled to soft tokens, scaled by `sqrt(vision_hidden)`, standardized where the config says.
+        """The pooled patches, scaled by `sqrt(vision_hidden)` and, where the config says so, standardized.
 
         Layout: [image_tokens vision_hidden], padding left out, image after image (frame after frame).
         Raises: Unavailable, on 12B, which pools nothing.
