@@ -259,8 +259,8 @@ def _grid_refusals(config: Any, kind: _Kind, positions: Tensor) -> Iterator[str]
         if pooled * kernel**2 != patches or int(columns[index]) % kernel:
             yield (
                 f"the {patches} real patches of {kind.noun} {index} make no grid of whole {kernel} x "
-                f"{kernel} kernels: {int(columns[index])} columns, {int(y[index].max()) + 1} rows. Each side is a "
-                f"multiple of {kernel}."
+                f"{kernel} kernels: {int(columns[index])} columns, {int(y[index].max()) + 1} rows. Each side "
+                f"is a multiple of {kernel}."
             )
 
 

@@ -33,9 +33,9 @@ def module(shape: str) -> Any:
     return tiny_module(shape, wrapper=True)
 
 
-def refusal(shape: str, *, wrapper: bool = True, **encoding: Any) -> str:
+def refusal(shape: str, **encoding: Any) -> str:
     with pytest.raises(BadArgument) as caught:
-        check_media(config(shape, wrapper), encoding)
+        check_media(config(shape), encoding)
     return str(caught.value)
 
 
@@ -222,7 +222,9 @@ def test_beside_embeddings_media_are_counted_and_not_placed(shape):
 @pytest.mark.parametrize("values", ["pixel_values", "pixel_values_videos", "input_features"])
 @every_shape
 def test_media_for_a_text_model(shape, values):
-    text = refusal(shape, wrapper=False, **{values: torch.zeros(1, 4, 48)})
+    with pytest.raises(BadArgument) as caught:
+        check_media(config(shape, False), {values: torch.zeros(1, 4, 48)})
+    text = str(caught.value)
     task = "any-to-any" if values == "input_features" else "image-text-to-text"
     assert text.startswith(f"{values}: this is the text model alone ({config(shape, False).model_type})")
     assert f'`StandardizedTransformer(..., task="{task}")`' in text
