@@ -304,10 +304,10 @@ def test_an_image_of_padding_alone(shape):
 @every_shape
 def test_positions_past_the_table(shape):
     given = pictures(shape, (2, 2))
-    given["image_position_ids"] += torch.where(given["image_position_ids"] >= 0, 64, 0)
+    given["image_position_ids"] += torch.where(given["image_position_ids"] >= 0, 158, 0)
     text = refusal(shape, input_ids=ids([4]), **given)
-    last = 65 if shape == "12b" else 67
-    assert text == f"image_position_ids goes up to {last}; this model has 64 positions a side."
+    last, table = (159, 80) if shape == "12b" else (161, 160)
+    assert text == f"image_position_ids goes up to {last}; this model has {table} positions a side."
 
 
 @every_shape
