@@ -154,11 +154,25 @@ def test_the_values_as_text():
     ]
     assert {"mlp_input", "mlp_neurons", "mlp_projection", "mlp_output"} == set(places["layers[i].mlp"])
     assert places["layers[i].self_attn, blocks 0-4"] == ["own_keys", "own_values"]
-    assert "router_logits" in places["not here"]
+    absent = [row[1].split() for row in cells if row[0] == "not here"]
+    assert absent[1:] == [["vision.*", "projector.*"], ["audio.*", "audio_projector.*"]]
+    assert "router_logits" in absent[0]
     assert "block 0 has no mixture of experts, its MLP is dense." in text
     mixture = printed(read_card("tiny:26b-a4b"))
     assert "this checkpoint has no per-layer embeddings" in mixture
     assert "has no mixture" not in mixture
+
+
+def test_values_of_images_and_sound_by_their_place():
+    def rows(name: str) -> list[str]:
+        lines = printed(read_card(f"tiny:{name}:wrapper")).splitlines()
+        return [re.sub(r" {2,}", ": ", line.strip()) for line in lines]
+
+    assert "vision.layers[i]: layer_input mid_stream layer_output" in rows("e2b")
+    assert "audio.layers[i].lconv1d: convolution_output" in rows("e2b")
+    assert "not here: audio.* audio_projector.*" in rows("31b")
+    assert "not here: vision.layers[i].* projector.*" in rows("12b")
+    assert "not here: audio.frame_embeddings audio.layers[i].* audio_projector.*" in rows("12b")
 
 
 @pytest.mark.parametrize(

@@ -342,7 +342,7 @@ def wrapped(text: PreTrainedConfig, **changes: Any) -> PreTrainedConfig:
 
 
 def as_text(planned: ModelPlan) -> ModelPlan:
-    return dataclasses.replace(planned, wrapper=False, has_vision=False, has_audio=False)
+    return dataclasses.replace(planned, wrapper=False, vision=None, audio=None)
 
 
 @each_checkpoint

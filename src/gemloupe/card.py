@@ -25,7 +25,7 @@ from .families import family
 from .loading import read_config, text_config
 from .plan import BlockPlan, ModelPlan
 from .served import Served, served_values
-from .support import HOSTS, SupportRow, num_blocks, spans
+from .support import HOSTS, TEXT_HOSTS, SupportRow, num_blocks, spans
 from .targets import tiny_target
 from .traps import traps
 
@@ -271,19 +271,32 @@ def _value_table(card: Card) -> Table:
     for row in card.values:
         place, _, name = row.path.rpartition(".")
         if row.available:
-            there.setdefault((place, row.blocks), []).append(name)
+            some = row.blocks if row.blocks is not None and len(row.blocks) != row.num_blocks else None
+            there.setdefault((place, some), []).append(name)
         else:
             reason = (row.reason or "").split("\n")[0]
-            nowhere.setdefault(reason, []).append(name)
+            known = nowhere.setdefault(reason, [])
+            name = name if place in TEXT_HOSTS else _absent_as(card, row)
+            known += [] if name in known else [name]
     table = Table.grid(padding=(0, 2))
     for (place, blocks), names in there.items():
         where = place or "the model"
-        if blocks is not None and len(blocks) != card.plan.num_layers:
+        if blocks is not None:
             where += f", blocks {spans(blocks)}"
         table.add_row(Text(where, style="dim"), " ".join(names))
     for reason, names in nowhere.items():
         table.add_row(Text("not here", style="dim"), Group(" ".join(names), Text(reason, style="dim")))
     return table
+
+
+def _absent_as(card: Card, row: SupportRow) -> str:
+    """A value of images or sound that is nowhere: with all of its place that is absent with it, or alone."""
+    parts = row.path.split(".")
+    for place in (".".join(parts[:size]) for size in range(1, len(parts))):
+        beside = [other for other in card.values if other.path.startswith(f"{place}.")]
+        if all(not other.available and other.reason == row.reason for other in beside):
+            return f"{place}.*"
+    return row.path
 
 
 def _bullets(sentences: tuple[str, ...]) -> Table:

@@ -219,7 +219,7 @@ def plan(config):
         num_heads=config.n_head, head_dim=config.n_embd // config.n_head, num_kv_heads=config.n_head,
         intermediate_size=4 * config.n_embd, sliding_window=0, logit_cap=None, norm_eps=1e-5,
         max_positions=config.n_positions, bidirectional=None, tied=True, per_layer_input_size=None,
-        vocab_size_per_layer_input=None, blocks=(), wrapper=False, has_vision=False, has_audio=False,
+        vocab_size_per_layer_input=None, blocks=(), wrapper=False, vision=None, audio=None,
     )
 '''
 

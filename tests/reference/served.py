@@ -14,12 +14,12 @@ from gemloupe.layouts import Layout
 from gemloupe.plan import ModelPlan, plan
 from gemloupe.reference import Weights, forward, names
 from gemloupe.served import served_values
-from gemloupe.support import HOSTS
+from gemloupe.support import TEXT_HOSTS
 from gemloupe.testing import tiny
 from tests.core.models import LENGTHS, SEED, ids, padded
 
 LAYOUTS: dict[str, Layout] = {
-    name: served.layout for host in HOSTS.values() for name, served in served_values(host).items()
+    name: served.layout for host in TEXT_HOSTS.values() for name, served in served_values(host).items()
 }
 """The layout of each value, by the last word of its name."""
 

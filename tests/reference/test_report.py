@@ -17,10 +17,10 @@ from gemloupe.reference.compare import Difference, choices, compared, rounding_o
 from gemloupe.reference.looks import LOOKS, Look, Seen
 from gemloupe.reference.report import Absent, Report, Row
 from gemloupe.served import served_values
-from gemloupe.support import HOSTS
+from gemloupe.support import TEXT_HOSTS
 from tests.test_plan import PUBLISHED
 
-LAYOUTS = {name: value.layout for host in HOSTS.values() for name, value in served_values(host).items()}
+LAYOUTS = {name: value.layout for host in TEXT_HOSTS.values() for name, value in served_values(host).items()}
 
 
 def row(name: str, look: Look, absolute: float, scale: float = 2.0, moved: float = 0.0) -> Row:
