@@ -118,8 +118,8 @@ A layout is the order of a value's axes, in these words.
 
 ### Images, video and sound
 
-The same for what a published checkpoint has beside its text model; of `*ForCausalLM`, the text model alone, it
-is `-` throughout. The blocks are the tower's, under the names of a text block where they compute the same.
+The same for what a published checkpoint has beside its text model; of `*ForCausalLM`, the text model alone,
+it is `-` throughout. The blocks are the tower's, under the names of a text block where they compute the same.
 [Images, video and sound](images.md) is the page about them.
 
 {media_matrix}
