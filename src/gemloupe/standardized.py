@@ -21,8 +21,8 @@ from .envoys.root import Root
 from .families import family
 from .ledger import StandardInterleaver
 from .loading import check_weights, read_config, text_config
+from .processors import check_media_keywords, find_preprocessors, pipeline_task
 from .prompts import CACHES, check_prompt, hides_new_tokens, text_positions
-from .tokens import find_tokenizer
 from .tracer import StandardEditor, StandardTracer
 from .workers import keep_prompt
 
@@ -40,11 +40,15 @@ class StandardizedTransformer(Root, TransformersModel):
     without weights, which load when a forward first runs (`dispatch=True` loads them at once).
 
     Everything nnsight's `TransformersModel` takes is passed on: `dtype`, `device`, `device_map`,
-    `attn_implementation`, `experts_implementation`, `revision`, `task`, `tokenizer`, `peft`, and more
-    rows for `rename` and `envoys`.
+    `attn_implementation`, `experts_implementation`, `revision`, `task`, `tokenizer`, `processor`, `peft`,
+    and more rows for `rename` and `envoys`.
+
+    With `task="image-text-to-text"` or `"any-to-any"` the processor that lies beside the weights is loaded
+    too, and a trace takes images, video frames and sound: `model.trace("a cat <|image|>", images=[picture])`.
+    A `processor=` does the same for a loaded module.
 
     Raises: UnsupportedModel, for another architecture or a config field that was not considered;
-    LoadError, where there is no config or there are no weights.
+    LoadError, where there is no config or there are no weights, or where the processor is another model's.
 
         model = StandardizedTransformer("google/gemma-4-E2B")
         with model.trace("The capital of France is"):
@@ -63,17 +67,12 @@ class StandardizedTransformer(Root, TransformersModel):
         kwargs["rename"] = {**self.family.rename, **(kwargs.get("rename") or {})}
         kwargs["envoys"] = {**envoys, **self.family.envoys, **(kwargs.get("envoys") or {})}
         kwargs.setdefault("interleaver", StandardInterleaver(fragments=TPFragments()))
-        # nnsight 0.8.1 does not see that a pipeline of transformers 5.24 needs a tokenizer.
-        if kwargs.get("tokenizer") is None and kwargs.get("processor") is None:
-            kwargs["tokenizer"] = find_tokenizer(
-                target,
-                text_config(config),
-                revision=kwargs.get("revision"),
-                trust_remote_code=kwargs.get("trust_remote_code", False),
-            )
+        # nnsight 0.8.1 does not see that a pipeline of transformers 5.24 needs a tokenizer. One that is given
+        # none beside its processor would have texts padded on the right, as sound is.
+        kwargs |= find_preprocessors(target, config, task, kwargs)
         self._ready = False
         target = str(target) if isinstance(target, Path) else target
-        super().__init__(target, *args, task=task or "text-generation", **kwargs)
+        super().__init__(target, *args, task=pipeline_task(task), **kwargs)
         self._check_operations()
 
     # -- facts -----------------------------------------------------------------------------------
@@ -188,6 +187,8 @@ class StandardizedTransformer(Root, TransformersModel):
         return borrows and self.stack.labels["drop_prompt"] is not None
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
+        names = {name for _, options in invokes for name in options}
+        check_media_keywords(self.processor, self.plan.wrapper, names)
         args, kwargs = super()._batch(invokes, fn)
         generating = getattr(fn, "__name__", "") == "generate"
         # What `trace` is given beside its invokes is laid over their batch.
