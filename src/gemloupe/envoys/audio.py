@@ -177,6 +177,8 @@ class AudioAttention(PartOfBlockOfTower):
         """
         return value
 
+    attention_output.back(lambda _host, new, _piece: added_to(new))
+
 
 class AudioConvolution(PartOfBlockOfTower):
     """`audio.layers[i].lconv1d`: a causal depthwise convolution between two gated projections."""
@@ -190,3 +192,10 @@ class AudioConvolution(PartOfBlockOfTower):
         Layout: [audios frames audio_hidden].
         """
         return value
+
+    convolution_output.back(lambda _host, new, _piece: added_to(new))
+
+
+def added_to(new: torch.Tensor) -> torch.Tensor:
+    """What the model may add its residual to in place, where a block of code still holds `new`."""
+    return new.clone()
