@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import time
 from functools import cache
@@ -13,7 +14,19 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from gemloupe.testing import SHAPES, save_tiny, scramble, tiny, tiny_config, tiny_module, tiny_tokenizer
+from gemloupe.testing import (
+    SHAPES,
+    save_tiny,
+    scramble,
+    tiny,
+    tiny_config,
+    tiny_image,
+    tiny_module,
+    tiny_processor,
+    tiny_sound,
+    tiny_tokenizer,
+    tiny_video,
+)
 
 # What a block of each shape can be, as in the published checkpoints.
 KINDS = {
@@ -634,3 +647,62 @@ def test_tiny_is_the_module_wrapped_with_its_tokenizer(wrapper):
         tiny_module("e4b", wrapper=wrapper, seed=4, attn_implementation="eager", num_hidden_layers=7),
     )
     assert isinstance(model, StandardizedTransformer)
+
+
+@every_shape
+def test_the_wrapper_comes_with_its_processor(shape):
+    model: Any = tiny(shape, wrapper=True)
+    vision = model._module.config.vision_config
+    assert model.processor.tokenizer is model.tokenizer
+    assert model.task == "text-generation"
+    side = vision.patch_size * (vision.pooling_kernel_size if shape == "12b" else 1)
+    given = tiny_processor(shape)(text="a <|image|>", images=tiny_image(), return_tensors="pt")
+    assert given["pixel_values"].shape[-1] == 3 * side**2
+    assert logits(shared(shape, True), **given).isfinite().all()
+    assert tiny(shape).processor is None
+
+
+@pytest.mark.parametrize("shape", ["e2b", "e4b", "12b"])
+def test_the_processor_hears_what_the_wrapper_hears(shape):
+    given = tiny_processor(shape)(text="a <|audio|>", audio=tiny_sound(), return_tensors="pt")
+    assert given["input_features"].shape[-1] == (20 if shape == "12b" else 16)
+    assert logits(shared(shape, True), **given).isfinite().all()
+
+
+@every_shape
+def test_the_largest_pictures_have_positions(shape):
+    for size in ((2000, 9), (9, 2000), (600, 600)):
+        given = tiny_processor(shape)(images=tiny_image(*size), return_tensors="pt")
+        assert logits(shared(shape, True), **given).isfinite().all()
+
+
+@every_shape
+def test_the_settings_of_the_processor_are_saved(shape, tmp_path):
+    save_tiny(tmp_path / "wrapper", shape, wrapper=True)
+    save_tiny(tmp_path / "text", shape)
+    settings = json.loads((tmp_path / "wrapper" / "processor_config.json").read_text())
+    family = "Gemma4Unified" if shape == "12b" else "Gemma4"
+    assert settings == tiny_processor(shape).to_dict()
+    assert settings["processor_class"] == f"{family}Processor"
+    assert settings["image_processor"]["image_processor_type"] == f"{family}ImageProcessor"
+    assert not (tmp_path / "text" / "processor_config.json").exists()
+
+
+def test_media_are_seeded():
+    import numpy as np
+
+    assert tiny_image(30, 20).size == (30, 20)
+    assert tiny_image(30, 20).mode == "RGB"
+    assert tiny_video(4, 30, 20).shape == (4, 20, 30, 3)
+    assert tiny_video().dtype == np.uint8
+    assert tiny_sound(0.5).shape == (8000,)
+    assert tiny_sound().dtype == np.float32
+    assert -1 <= tiny_sound().min() < -0.9
+    assert 0.9 < tiny_sound().max() <= 1
+    makers: list[Any] = [lambda seed: np.asarray(tiny_image(seed=seed))]
+    makers += [lambda seed: tiny_video(seed=seed), lambda seed: tiny_sound(seed=seed)]
+    for make in makers:
+        assert (make(1) == make(1)).all()
+        assert (make(1) != make(2)).mean() > 0.9
+    frames = tiny_video()
+    assert (frames[0] != frames[1]).any()

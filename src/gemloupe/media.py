@@ -44,13 +44,13 @@ _TYPES: Final = {"image_token_id": 1, "video_token_id": 2, "audio_token_id": 3}
 """The `mm_token_type_ids` of transformers' `ProcessorMixin.create_mm_token_type_ids`."""
 
 
-def has_media(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an invoke brings media, or a chat, which may."""
+def has_media(inputs: Sequence[Any], kwargs: Mapping[str, Any], *, chats: bool) -> bool:
+    """Whether an invoke brings media; `chats`: or is a chat, in which there may be some."""
     data = inputs[0] if inputs else None
     named = {*kwargs, *(data if isinstance(data, Mapping) else ())}
     if named & (processing.PROCESSOR_MEDIA_KEYS | _KIND_OF.keys()):
         return True
-    return processing.as_chats(data) is not None
+    return chats and processing.as_chats(data) is not None
 
 
 def rows_in(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from .errors import BadArgument
 from .prompts import CACHES
 
-__all__ = ["MediaCount", "Span", "check_media"]
+__all__ = ["MediaCount", "Span", "check_media", "feature_width", "kernel_side", "patch_side"]
 
 
 class Span(NamedTuple):
@@ -46,9 +46,9 @@ class MediaCount:
     audio_spans: tuple[Span, ...] = ()
 
     @property
-    def given(self) -> tuple[bool, bool, bool]:
-        """Whether there are images, video frames and sounds."""
-        return bool(self.images), bool(self.frames), bool(self.audios)
+    def given(self) -> bool:
+        """Whether there are images, video frames or sounds."""
+        return bool(self.images or self.frames or self.audios)
 
 
 class _Kind(NamedTuple):
@@ -62,7 +62,6 @@ class _Kind(NamedTuple):
     config: str
     token: str
     keyword: str
-    task: str
 
 
 _KINDS: Final = {
@@ -74,7 +73,6 @@ _KINDS: Final = {
         config="vision_config",
         token="image_token_id",
         keyword="images",
-        task="image-text-to-text",
     ),
     "frames": _Kind(
         noun="video frame",
@@ -84,7 +82,6 @@ _KINDS: Final = {
         config="vision_config",
         token="video_token_id",
         keyword="videos",
-        task="image-text-to-text",
     ),
     "audios": _Kind(
         noun="audio",
@@ -94,7 +91,6 @@ _KINDS: Final = {
         config="audio_config",
         token="audio_token_id",
         keyword="audio",
-        task="any-to-any",
     ),
 }
 _UNIFIED: Final = "gemma4_unified"
@@ -160,7 +156,7 @@ def _no_such_part(config: Any, kind: _Kind) -> str:
     if not hasattr(config, "vision_config"):
         return (
             f"{kind.values}: this is the text model alone ({config.model_type}), which takes no {media}.\n"
-            f'Load the whole one: `StandardizedTransformer(..., task="{kind.task}")`, or wrap a '
+            f'Load the whole one: `StandardizedTransformer(..., task="image-text-to-text")`, or wrap a '
             f"*ForConditionalGeneration."
         )
     return f"{kind.values}: this model takes no {media}; its config has no {kind.config}."
@@ -169,7 +165,7 @@ def _no_such_part(config: Any, kind: _Kind) -> str:
 def _patch_refusals(config: Any, kind: _Kind, given: Mapping[str, Any]) -> Iterator[str]:
     values = given[kind.values]
     patches, pixels = values.shape[1:]
-    side = _patch_side(config)
+    side = patch_side(config)
     if not values.is_floating_point():
         yield f"{kind.values} are numbers from 0 to 1; what is given is {values.dtype}. Divide it by 255."
     if pixels != 3 * side**2:
@@ -177,7 +173,7 @@ def _patch_refusals(config: Any, kind: _Kind, given: Mapping[str, Any]) -> Itera
             f"{kind.values} has {pixels} numbers a patch, and this model's patches are {side} x {side} "
             f"pixels of 3 colours, {3 * side**2} numbers. Use this model's own processor."
         )
-    kernel = _kernel(config)
+    kernel = kernel_side(config)
     if patches % kernel**2:
         yield (
             f"{kind.values} has {patches} patches an image, padding included, which {kernel} x {kernel} "
@@ -196,7 +192,7 @@ def _patch_refusals(config: Any, kind: _Kind, given: Mapping[str, Any]) -> Itera
 
 def _sound_refusals(config: Any, kind: _Kind, given: Mapping[str, Any]) -> Iterator[str]:
     features = given[kind.values]
-    width, what = _feature_width(config.audio_config)
+    width, what = feature_width(config.audio_config)
     if features.shape[2] != width:
         yield (
             f"{kind.values} has {features.shape[2]} numbers a frame, and this model takes {width} {what}. "
@@ -252,7 +248,7 @@ def _grid_refusals(config: Any, kind: _Kind, positions: Tensor) -> Iterator[str]
     table = _position_table(config.vision_config)
     if int(positions.max()) >= table:
         yield f"{kind.beside} goes up to {int(positions.max())}; this model has {table} positions a side."
-    kernel = _kernel(config)
+    kernel = kernel_side(config)
     if kernel == 1:
         return
     # As Gemma4VisionPooler counts: padding falls into the first kernel, where it adds nothing.
@@ -281,7 +277,7 @@ def _sizes(name: str, config: Any, given: Mapping[str, Any]) -> tuple[int, ...]:
         # The two convolutions of Gemma4AudioSubSampleConvProjection take every other frame each.
         step = 1 if config.model_type == _UNIFIED else 4
         return _whole(given[kind.beside][:, ::step].sum(-1))
-    return _whole((given[kind.beside] != -1).all(-1).sum(-1) // _kernel(config) ** 2)
+    return _whole((given[kind.beside] != -1).all(-1).sum(-1) // kernel_side(config) ** 2)
 
 
 def _spans(kind: _Kind, config: Any, given: Mapping[str, Any], sizes: tuple[int, ...]) -> tuple[Span, ...]:
@@ -351,12 +347,13 @@ def _runs(places: list[tuple[int, int]]) -> tuple[int, ...]:
 # -- what the config says -----------------------------------------------------------------------------------
 
 
-def _kernel(config: Any) -> int:
+def kernel_side(config: Any) -> int:
     """Patches a side that one soft token pools; the unified model's patches come merged."""
     return 1 if config.model_type == _UNIFIED else config.vision_config.pooling_kernel_size
 
 
-def _patch_side(config: Any) -> int:
+def patch_side(config: Any) -> int:
+    """The side of a patch in pixels, as the model takes it."""
     vision = config.vision_config
     merged = vision.pooling_kernel_size if config.model_type == _UNIFIED else 1
     return vision.patch_size * merged
@@ -367,7 +364,8 @@ def _position_table(vision: Any) -> int:
     return vision.mm_posemb_size if size is None else size
 
 
-def _feature_width(audio: Any) -> tuple[int, str]:
+def feature_width(audio: Any) -> tuple[int, str]:
+    """How many numbers a frame of sound has, and what they are."""
     samples = getattr(audio, "audio_embed_dim", None)
     if samples is not None:
         return samples, "samples a frame"

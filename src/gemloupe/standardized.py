@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nnsight.intervention.envoy import Envoy
-from nnsight.modeling.processing import PROCESSOR_MEDIA_KEYS
 from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
@@ -21,13 +20,12 @@ from .batching import StandardBatcher
 from .envoys.base import StandardEnvoy
 from .envoys.root import Root
 from .envoys.scatter import KINDS as SCATTERED
-from .errors import BadArgument
 from .families import family
 from .ledger import StandardInterleaver
 from .loading import check_weights, read_config, text_config
 from .media_checks import MediaCount, check_media
+from .processors import check_media_keywords, find_preprocessors, pipeline_task
 from .prompts import CACHES, check_prompt, hides_new_tokens, text_positions
-from .tokens import find_tokenizer
 from .tracer import StandardEditor, StandardTracer
 from .workers import keep_prompt
 
@@ -45,11 +43,15 @@ class StandardizedTransformer(Root, TransformersModel):
     without weights, which load when a forward first runs (`dispatch=True` loads them at once).
 
     Everything nnsight's `TransformersModel` takes is passed on: `dtype`, `device`, `device_map`,
-    `attn_implementation`, `experts_implementation`, `revision`, `task`, `tokenizer`, `peft`, and more
-    rows for `rename` and `envoys`.
+    `attn_implementation`, `experts_implementation`, `revision`, `task`, `tokenizer`, `processor`, `peft`,
+    and more rows for `rename` and `envoys`.
+
+    With `task="image-text-to-text"` or `"any-to-any"` the processor that lies beside the weights is loaded
+    too, and a trace takes images, video frames and sound: `model.trace("a cat <|image|>", images=[picture])`.
+    A `processor=` does the same for a loaded module.
 
     Raises: UnsupportedModel, for another architecture or a config field that was not considered;
-    LoadError, where there is no config or there are no weights.
+    LoadError, where there is no config or there are no weights, or where the processor is another model's.
 
         model = StandardizedTransformer("google/gemma-4-E2B")
         with model.trace("The capital of France is"):
@@ -68,17 +70,12 @@ class StandardizedTransformer(Root, TransformersModel):
         kwargs["rename"] = {**self.family.rename, **(kwargs.get("rename") or {})}
         kwargs["envoys"] = {**envoys, **self.family.envoys, **(kwargs.get("envoys") or {})}
         kwargs.setdefault("interleaver", StandardInterleaver(fragments=TPFragments()))
-        # nnsight 0.8.1 does not see that a pipeline of transformers 5.24 needs a tokenizer.
-        if kwargs.get("tokenizer") is None and kwargs.get("processor") is None:
-            kwargs["tokenizer"] = find_tokenizer(
-                target,
-                text_config(config),
-                revision=kwargs.get("revision"),
-                trust_remote_code=kwargs.get("trust_remote_code", False),
-            )
+        # nnsight 0.8.1 does not see that a pipeline of transformers 5.24 needs a tokenizer. One that is given
+        # none beside its processor would have texts padded on the right, as sound is.
+        kwargs |= find_preprocessors(target, config, task, kwargs)
         self._ready = False
         target = str(target) if isinstance(target, Path) else target
-        super().__init__(target, *args, task=task or "text-generation", **kwargs)
+        super().__init__(target, *args, task=pipeline_task(task), **kwargs)
         self._check_operations()
 
     # -- facts -----------------------------------------------------------------------------------
@@ -198,8 +195,9 @@ class StandardizedTransformer(Root, TransformersModel):
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         each: list[dict[str, Any]] = []
-        if any(media.has_media(*invoke) for invoke in invokes):
-            self._check_processor(invokes)
+        if any(media.has_media(*invoke, chats=self.processor is not None) for invoke in invokes):
+            names = {name for _, options in invokes for name in options}
+            check_media_keywords(self.processor, self.plan.wrapper, names)
             kwargs, each = media.join(self, invokes)
             args: tuple = ()
         else:
@@ -209,7 +207,7 @@ class StandardizedTransformer(Root, TransformersModel):
         extra = self.interleaver.batcher.extra_kwargs
         config: Any = self._module.config
         sizes = check_media(config, {**kwargs, **extra})
-        if any(sizes.given) and "mm_token_type_ids" not in {**kwargs, **extra}:
+        if sizes.given and "mm_token_type_ids" not in {**kwargs, **extra}:
             kwargs["mm_token_type_ids"] = media.token_types(config, kwargs["input_ids"])
         beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
         masked = "attention_mask" in beside
@@ -222,28 +220,10 @@ class StandardizedTransformer(Root, TransformersModel):
                 kwargs = {**text_positions({**kwargs, **beside}), **kwargs}
         self.interleaver.encoding = {**kwargs, **beside}
         self.interleaver.generating = generating
-        if len(each) > 1 and any(sizes.given):
+        if len(each) > 1 and sizes.given:
             self.interleaver.batcher.media = self._media_rows(sizes, each)
         check_prompt(self.tokenizer, self.interleaver.encoding)
         return args, kwargs
-
-    def _check_processor(self, invokes: list) -> None:
-        """Refuse raw images, video or sound where nothing can make model inputs of them.
-
-        Raises: BadArgument.
-        """
-        given = next((name for _, kwargs in invokes for name in kwargs if name in PROCESSOR_MEDIA_KEYS), None)
-        if given is None or self.processor is not None:
-            return
-        reason = self.plan.vision is None and self.plan.audio is None
-        raise BadArgument(
-            f"`{given}=` needs a processor, and this model was loaded without one.\n"
-            + (
-                "It is the text-only model: load the published repository with task='image-text-to-text'."
-                if reason
-                else "Load it with task='image-text-to-text', or give `processor=` beside the module."
-            )
-        )
 
     def _media_rows(self, sizes: MediaCount, each: list[dict[str, Any]]) -> media.MediaRows:
         """Whose images, frames and sounds are whose, in a batch of several invokes."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -20,9 +22,14 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
+from gemloupe.plan import WRAPPERS
+
 if TYPE_CHECKING:
+    import numpy as np
+    from PIL.Image import Image
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+    from gemloupe.composed import ComposedProcessor
     from gemloupe.standardized import StandardizedTransformer
 
 SHAPES: Final[tuple[str, ...]] = ("e2b", "e4b", "26b-a4b", "31b", "12b")
@@ -108,7 +115,7 @@ _VISION: Final[dict[str, Any]] = {
     "head_dim": 16,
     "patch_size": 4,
     "pooling_kernel_size": 2,
-    "position_embedding_size": 64,
+    "position_embedding_size": 160,  # the longest side that the processor makes is 140 patches
     "use_clipped_linears": False,
     "standardize": True,
 }
@@ -132,10 +139,13 @@ _UNIFIED_VISION: Final[dict[str, Any]] = {
     "patch_size": 4,
     "pooling_kernel_size": 2,
     "mm_embed_dim": 24,
-    "mm_posemb_size": 64,
+    "mm_posemb_size": 80,
     "output_proj_dims": 24,
 }
 _UNIFIED_AUDIO: Final[dict[str, Any]] = {"audio_embed_dim": 20}
+_AUDIO_BINS: Final = _AUDIO["subsampling_conv_channels"][0]
+_SOFT_TOKENS: Final = 70  # the fewest that transformers' processors allow
+_SAMPLING_RATE: Final = 16_000
 
 
 class _Shape(NamedTuple):
@@ -307,6 +317,35 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def tiny_processor(shape: str) -> ComposedProcessor:
+    """The processor of this shape's wrapper: `tiny_tokenizer`, images of up to 70 soft tokens, sound.
+
+    As transformers' own, it has a part for sound whether or not the wrapper hears.
+    """
+    from gemloupe.composed import compose
+
+    return compose(_processor_settings(_row(shape)), tiny_tokenizer())
+
+
+def tiny_image(width: int = 48, height: int = 32, seed: int = 0) -> Image:
+    """A random RGB picture."""
+    from PIL import Image
+
+    return Image.fromarray(tiny_video(1, width, height, seed)[0])
+
+
+def tiny_video(frames: int = 3, width: int = 48, height: int = 32, seed: int = 0) -> np.ndarray:
+    """A random RGB video: its frames, `[frames height width 3]`, in bytes."""
+    random = _generator(seed, f"video {frames} {width} {height}")
+    return torch.randint(256, (frames, height, width, 3), generator=random, dtype=torch.uint8).numpy()
+
+
+def tiny_sound(seconds: float = 0.2, seed: int = 0) -> np.ndarray:
+    """A random sound: samples between -1 and 1, 16,000 a second."""
+    samples = torch.rand(round(seconds * _SAMPLING_RATE), generator=_generator(seed, "sound"))
+    return (2 * samples - 1).numpy()
+
+
 def tiny_module(
     shape: str,
     *,
@@ -359,6 +398,8 @@ def tiny(
 ) -> StandardizedTransformer:
     """A tiny model of this shape, ready to trace: `tiny_module` and `tiny_tokenizer`, wrapped.
 
+    The whole multimodal model comes with its `tiny_processor`, where pillow is installed.
+
         model = tiny("e2b")
         with model.trace("The quick brown fox"):
             pattern = model.layers[4].self_attn.attention_probabilities.save()
@@ -376,17 +417,25 @@ def tiny(
         dtype=dtype,
         **overrides,
     )
+    if wrapper and find_spec("PIL"):
+        processor = tiny_processor(shape)
+        return StandardizedTransformer(module, tokenizer=processor.tokenizer, processor=processor)
     return StandardizedTransformer(module, tokenizer=tiny_tokenizer())
 
 
 def save_tiny(path: str | Path, shape: str, **kwargs: Any) -> Path:
     """Writes a tiny model and its tokenizer as a directory that every `from_pretrained` loads, offline.
 
+    Beside the whole multimodal model lie the settings of its processor.
     kwargs: see `tiny_module`. Returns the directory, made if it was not there.
     """
     path = Path(path)
-    tiny_module(shape, **kwargs).save_pretrained(path)
+    module = tiny_module(shape, **kwargs)
+    module.save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
+    if module.config.model_type in WRAPPERS:
+        settings = json.dumps(_processor_settings(_row(shape)), indent=2)
+        (path / "processor_config.json").write_text(settings, encoding="utf-8")
     return path
 
 
@@ -413,6 +462,22 @@ def _row(shape: str) -> _Shape:
     if shape not in _TABLE:
         raise ValueError(f"no tiny model has the shape {shape!r}; the shapes are {', '.join(SHAPES)}")
     return _TABLE[shape]
+
+
+def _processor_settings(row: _Shape) -> dict[str, Any]:
+    """What a published checkpoint's `processor_config.json` says, for this shape's sizes."""
+    sizes = {name: row.vision[name] for name in ("patch_size", "pooling_kernel_size")}
+    pictures = sizes | {"max_soft_tokens": _SOFT_TOKENS}
+    width = row.audio["audio_embed_dim"] if row.family == "Gemma4Unified" and row.audio else _AUDIO_BINS
+    sound = {"feature_size": width, "sampling_rate": _SAMPLING_RATE}
+    if row.family == "Gemma4Unified":
+        sound["audio_samples_per_token"] = width
+    return {
+        "processor_class": f"{row.family}Processor",
+        "image_processor": {"image_processor_type": f"{row.family}ImageProcessor", **pictures},
+        "video_processor": {"video_processor_type": f"{row.family}VideoProcessor", **pictures},
+        "feature_extractor": {"feature_extractor_type": f"{row.family}AudioFeatureExtractor", **sound},
+    }
 
 
 def _refuse_unknown_fields(config_class: type, overrides: dict[str, Any]) -> None:
