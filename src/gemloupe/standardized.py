@@ -207,7 +207,7 @@ class StandardizedTransformer(Root, TransformersModel):
         extra = self.interleaver.batcher.extra_kwargs
         config: Any = self._module.config
         sizes = check_media(config, {**kwargs, **extra})
-        if sizes.given and "mm_token_type_ids" not in {**kwargs, **extra}:
+        if sizes.given and "input_ids" in kwargs and "mm_token_type_ids" not in {**kwargs, **extra}:
             kwargs["mm_token_type_ids"] = media.token_types(config, kwargs["input_ids"])
         beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
         masked = "attention_mask" in beside
