@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from .errors import BadArgument
 from .media_checks import MediaCount
+from .processors import MULTIMODAL
 
 __all__ = ["GIVEN_BY", "MediaRows", "has_media", "join", "rows_in", "token_types"]
 
@@ -44,13 +45,13 @@ _TYPES: Final = {"image_token_id": 1, "video_token_id": 2, "audio_token_id": 3}
 """The `mm_token_type_ids` of transformers' `ProcessorMixin.create_mm_token_type_ids`."""
 
 
-def has_media(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an invoke brings media, or a chat, which may."""
+def has_media(inputs: Sequence[Any], kwargs: Mapping[str, Any], *, chats: bool) -> bool:
+    """Whether an invoke brings media; `chats`: or is a chat, in which there may be some."""
     data = inputs[0] if inputs else None
     named = {*kwargs, *(data if isinstance(data, Mapping) else ())}
     if named & (processing.PROCESSOR_MEDIA_KEYS | _KIND_OF.keys()):
         return True
-    return processing.as_chats(data) is not None
+    return chats and processing.as_chats(data) is not None
 
 
 def rows_in(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
@@ -96,6 +97,9 @@ def _parts(
     model: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The encodings of one invoke, one after the other, and what else its call is given."""
+    chats = _chats_with_media(model, inputs[0] if inputs else None)
+    if chats:
+        return [_templated(model.processor, chat.messages) for chat in chats], dict(kwargs)
     rows, forward = processing.preprocess_invoke(model, inputs[0] if inputs else None, kwargs)
     if rows is not None:
         return [_tensors(row) for row in rows], forward
@@ -106,6 +110,29 @@ def _parts(
         )
     tensors = _tensors(encoding)
     return [tensors], {name: value for name, value in encoding.items() if name not in tensors}
+
+
+def _chats_with_media(model: Any, data: Any) -> list[Any]:
+    """Chats that hold more than text, where the task's pipeline would render their text alone."""
+    chats = processing.as_chats(data) or []
+    if model.processor is None or model.task in MULTIMODAL:
+        return []
+    parts = [part for chat in chats for message in chat.messages for part in message["content"]]
+    return chats if any(isinstance(part, dict) and part.get("type") != "text" for part in parts) else []
+
+
+def _templated(processor: Any, messages: list[Any]) -> dict[str, torch.Tensor]:
+    """A chat's encoding, with the turn of the model begun, or its last one left open."""
+    open_turn = messages[-1]["role"] == "assistant"
+    encoding = processor.apply_chat_template(
+        messages,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        add_generation_prompt=not open_turn,
+        continue_final_message=open_turn,
+    )
+    return _tensors(encoding)
 
 
 def _tensors(encoding: Mapping[str, Any]) -> dict[str, torch.Tensor]:

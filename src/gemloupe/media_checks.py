@@ -46,9 +46,9 @@ class MediaCount:
     audio_spans: tuple[Span, ...] = ()
 
     @property
-    def given(self) -> tuple[bool, bool, bool]:
-        """Whether there are images, video frames and sounds."""
-        return bool(self.images), bool(self.frames), bool(self.audios)
+    def given(self) -> bool:
+        """Whether there are images, video frames or sounds."""
+        return bool(self.images or self.frames or self.audios)
 
 
 class _Kind(NamedTuple):

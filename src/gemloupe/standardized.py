@@ -194,10 +194,10 @@ class StandardizedTransformer(Root, TransformersModel):
         return super()._batch_size(*inputs, **kwargs) if rows is None else rows
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
-        names = {name for _, options in invokes for name in options}
-        check_media_keywords(self.processor, self.plan.wrapper, names)
         each: list[dict[str, Any]] = []
-        if any(media.has_media(*invoke) for invoke in invokes):
+        if any(media.has_media(*invoke, chats=self.processor is not None) for invoke in invokes):
+            names = {name for _, options in invokes for name in options}
+            check_media_keywords(self.processor, self.plan.wrapper, names)
             kwargs, each = media.join(self, invokes)
             args: tuple = ()
         else:
@@ -207,7 +207,7 @@ class StandardizedTransformer(Root, TransformersModel):
         extra = self.interleaver.batcher.extra_kwargs
         config: Any = self._module.config
         sizes = check_media(config, {**kwargs, **extra})
-        if any(sizes.given) and "mm_token_type_ids" not in {**kwargs, **extra}:
+        if sizes.given and "input_ids" in kwargs and "mm_token_type_ids" not in {**kwargs, **extra}:
             kwargs["mm_token_type_ids"] = media.token_types(config, kwargs["input_ids"])
         beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
         masked = "attention_mask" in beside
@@ -220,7 +220,7 @@ class StandardizedTransformer(Root, TransformersModel):
                 kwargs = {**text_positions({**kwargs, **beside}), **kwargs}
         self.interleaver.encoding = {**kwargs, **beside}
         self.interleaver.generating = generating
-        if len(each) > 1 and any(sizes.given):
+        if len(each) > 1 and sizes.given:
             self.interleaver.batcher.media = self._media_rows(sizes, each)
         check_prompt(self.tokenizer, self.interleaver.encoding)
         return args, kwargs

@@ -24,6 +24,8 @@ shortcut = pytest.mark.skipif(
 )
 
 SEED = int(os.environ["GEMLOUPE_TEST_SEED"])
+# So that every test of a text model can be run on the text model inside a wrapper as well.
+IN_WRAPPERS = os.environ.get("GEMLOUPE_TEST_WRAPPERS") == "1"
 BOS = 2
 # The longest overruns the sliding window of six twice; the shortest is padded by ten.
 LENGTHS = (13, 7, 3)
@@ -73,7 +75,7 @@ class Case:
     @property
     def options(self) -> dict[str, Any]:
         return {
-            "wrapper": self.wrapper,
+            "wrapper": self.wrapper or IN_WRAPPERS,
             # The audio tower knows no sdpa, so a wrapper cannot be asked for it by name; it is the default.
             "attn_implementation": None if self.attention == "sdpa" else self.attention,
             "experts_implementation": self.experts,

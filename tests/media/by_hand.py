@@ -11,7 +11,7 @@ PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"
 
 
 def token_id(kind: str) -> int:
-    return tiny_tokenizer().convert_tokens_to_ids(PLACEHOLDERS[kind])
+    return tiny_tokenizer().get_vocab()[PLACEHOLDERS[kind]]
 
 
 def ids(*rows: str | list[int], kind: str = "image") -> Tensor:
