@@ -57,7 +57,7 @@ def test_what_was_edited_stays_as_it_was_written(part: str, grad: bool):
         held = value.abs().max().detach().save()
     with torch.set_grad_enabled(grad), model.trace(PROMPT, **GIVEN):
         host, name = of(model.audio.layers[0], part)
-        zeros = torch.zeros_like(getattr(host, name))
+        zeros: Any = torch.zeros_like(getattr(host, name))
         setattr(host, name, zeros)
         assigned = model.logits.detach().save()
         given = zeros.abs().max().detach().save()
