@@ -315,13 +315,18 @@ def _videos(videos: Any) -> list:
 
 
 def _picture(image: Any) -> Image:
+    """The image as pillow's."""
+    import numpy as np
     from PIL import Image
 
     if isinstance(image, (str, Path)):
         from transformers.image_utils import load_image
 
         return load_image(str(image))
-    return image if isinstance(image, Image.Image) else Image.fromarray(torch.as_tensor(image).numpy())
+    if isinstance(image, Image.Image):
+        return image
+    pixels = np.asarray(image)
+    return Image.fromarray(pixels.transpose(1, 2, 0) if _channels_first(pixels.shape) else pixels)
 
 
 def _size(image: Any) -> tuple[int, int]:
@@ -331,6 +336,9 @@ def _size(image: Any) -> tuple[int, int]:
     if not hasattr(image, "ndim"):
         return image.size
     shape = tuple(image.shape)
-    channels_first = len(shape) == 3 and shape[0] in (1, 3) and shape[2] not in (1, 3)
-    height, width = shape[1:] if channels_first else shape[:2]
+    height, width = shape[1:] if _channels_first(shape) else shape[:2]
     return width, height
+
+
+def _channels_first(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and shape[0] in (1, 3) and shape[2] not in (1, 3)

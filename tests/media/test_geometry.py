@@ -301,7 +301,8 @@ def test_a_heatmap_lies_over_the_picture():
     assert (full[16, 0] != full[0, 0]).any()
     half = np.asarray(geometry.heatmap(range(6), under, opacity=0.5)).astype(float)
     assert np.abs(half - (np.asarray(under) + full.astype(float)) / 2).max() <= 1
-    assert np.asarray(geometry.heatmap(range(6), np.asarray(under), opacity=0)).shape == (31, 60, 3)
+    for form in (np.asarray(under), torch.tensor(np.asarray(under)).permute(2, 0, 1)):
+        assert (np.asarray(geometry.heatmap(range(6), form, opacity=0)) == np.asarray(under)).all()
 
 
 def test_plotting_without_matplotlib(monkeypatch):
