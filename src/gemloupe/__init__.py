@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from . import errors as errors
     from . import families as families
     from . import testing as testing
+    from .geometry import ImageGeometry as ImageGeometry
     from .plan import ModelPlan as ModelPlan
     from .plan import plan as plan
     from .reference.report import Report as Report
@@ -25,6 +26,7 @@ __version__ = "0.1.0"
 
 # Where each public name lives.
 _HOME = {
+    "ImageGeometry": ".geometry",
     "ModelPlan": ".plan",
     "Reference": ".references",
     "Report": ".reference.report",
@@ -37,6 +39,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ImageGeometry",
     "ModelPlan",
     "Reference",
     "Report",

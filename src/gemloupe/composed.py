@@ -18,7 +18,7 @@ from transformers import BatchFeature, Gemma4ImageProcessorPil, ProcessorMixin
 
 from .errors import BadArgument
 
-__all__ = ["ComposedProcessor", "compose"]
+__all__ = ["ComposedProcessor", "compose", "videos_in"]
 
 KINDS: Final = ("image", "video", "audio")
 """In the order of their numbers in `mm_token_type_ids`; text is 0."""
@@ -198,7 +198,7 @@ class ComposedProcessor(ProcessorMixin):
 
     def _items(self, kind: str, value: Any) -> list:
         if kind == "video":
-            return [_frames(video) for video in _each_video(value)]
+            return [_frames(video) for video in videos_in(value)]
         if kind == "audio":
             if self.feature_extractor is None:
                 raise BadArgument("this processor takes no sound: it has no feature extractor.")
@@ -343,7 +343,11 @@ def _per_row(images: Any, rows: int) -> list[int] | None:
     return [len(_flat(entry)) for entry in images] if lists and len(images) == rows else None
 
 
-def _each_video(value: Any) -> list:
+def videos_in(value: Any) -> list:
+    """Each video of what is given, however deep in lists.
+
+    Raises: BadArgument, for a file, and for what is no video.
+    """
     if isinstance(value, (str, Path)):
         raise BadArgument(
             f"{value}: decoding a video takes transformers' own processor and torchvision: `pip install "
@@ -354,7 +358,7 @@ def _each_video(value: Any) -> list:
     if _is_video(value):
         return [value]
     if isinstance(value, (list, tuple)) and value:
-        return [video for entry in value for video in _each_video(entry)]
+        return [video for entry in value for video in videos_in(entry)]
     raise BadArgument(
         "a video is given as its frames: a list of images, or an array [frames height width 3]; several "
         "videos as a list of these."

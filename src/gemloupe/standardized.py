@@ -14,7 +14,7 @@ from nnsight.modeling.tp import TPFragments
 from nnsight.modeling.tp.envoys import tp_envoys, wants_tensor_parallel
 from nnsight.modeling.transformers import TransformersModel
 
-from . import capture, generation, lens, media, steering, support
+from . import capture, generation, geometry, lens, media, steering, support
 from .arguments import check_inputs
 from .batching import StandardBatcher
 from .envoys.base import StandardEnvoy
@@ -144,6 +144,8 @@ class StandardizedTransformer(Root, TransformersModel):
     intervene = steering.intervene
     collect = capture.collect
     record = capture.record
+    image_geometry = geometry.image_geometry
+    video_geometry = geometry.video_geometry
 
     # -- running ---------------------------------------------------------------------------------
 
