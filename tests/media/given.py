@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gemloupe import StandardizedTransformer
+from gemloupe.support import Support
 from gemloupe.testing import SHAPES, tiny, tiny_module
 from tests.core.models import SEED
 from tests.media.by_hand import films, pictures, sounds, token_id
@@ -133,7 +134,7 @@ def paths(model: StandardizedTransformer, encoding: Encoding) -> list[str]:
     """Every value that the model has and this call computes."""
     given = {kind for kind, name in GIVEN_BY.items() if name in encoding}
     found = []
-    for row in model.support():
+    for row in support(model):
         if not row.available or not _runs(row.path, given):
             continue
         found += [row.path] if row.blocks is None else [row.path.replace("[i]", f"[{b}]") for b in row.blocks]
@@ -152,8 +153,14 @@ def _runs(path: str, given: set[str]) -> bool:
     return bool(given & ({"audio"} if stack.startswith("audio") else {"image", "video"}))
 
 
+@cache
+def support(model: StandardizedTransformer) -> Support:
+    """`model.support()`, which asks every block."""
+    return model.support()
+
+
 def axes(model: StandardizedTransformer, path: str) -> tuple[str, ...]:
-    return model.support()[re.sub(r"\[\d+\]", "[i]", path)].layout.axes
+    return support(model)[re.sub(r"\[\d+\]", "[i]", path)].layout.axes
 
 
 def close(found: Tensor, wanted: Tensor) -> float:

@@ -28,6 +28,7 @@ from tests.media.given import (
     model,
     paths,
     soft_tokens,
+    support,
     text,
 )
 
@@ -213,7 +214,7 @@ def test_masks_are_read_only(shape):
     names += ["vision.layers[1].self_attn.visible_keys"] if shape in TOWERS else []
     names += ["layers[1].self_attn.visible_keys"]
     for path in names:
-        assert not one.support()[path.replace("[1]", "[i]")].writable
+        assert not support(one)[path.replace("[1]", "[i]")].writable
         with pytest.raises(ReadOnly, match=re.escape(f"{path} cannot be written: ")):
             with one.trace(**encoding):
                 put(one, path, torch.zeros(2, 2, dtype=torch.bool))
