@@ -65,7 +65,8 @@ class Audio(SoundIntoStream, PartOfTower):
         """
         return value
 
-    @served("source.frame_mask.output", of="scatter", read_only=_PADDED)
+    # What the processor made may be a view of the caller's own mask: this is a copy.
+    @served("source.frame_mask.output", of="scatter", read_only=_PADDED, private=True)
     def frame_mask(self, value: Any) -> FrameMask:
         """Which frames are real, and not padding to the batch's number of frames.
 
@@ -96,7 +97,8 @@ class AudioProjector(PartOfTower):
 class UnifiedAudio(Audio, AudioProjector):
     """`model.audio` on 12B, which is its `audio_projector` too: frames of raw samples, no tower."""
 
-    @served("input", piece=Argument(0, "inputs_embeds"))
+    # The frames are the caller's own tensor: this is a copy.
+    @served("input", piece=Argument(0, "inputs_embeds"), private=True)
     def tower_output(self, value: Any) -> Frames:
         """The frames of raw samples, as the projector takes them.
 
@@ -177,6 +179,8 @@ class AudioAttention(PartOfBlockOfTower):
         """
         return value
 
+    attention_output.back(lambda host, new, piece: new.clone())  # the model adds to it in place
+
 
 class AudioConvolution(PartOfBlockOfTower):
     """`audio.layers[i].lconv1d`: a causal depthwise convolution between two gated projections."""
@@ -190,3 +194,5 @@ class AudioConvolution(PartOfBlockOfTower):
         Layout: [audios frames audio_hidden].
         """
         return value
+
+    convolution_output.back(lambda host, new, piece: new.clone())  # the model adds to it in place
