@@ -12,22 +12,23 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
 from gemloupe import errors
-from gemloupe.capture import FORWARD_ORDER
+from gemloupe.capture import in_forward_order
 from gemloupe.card import read_card
-from gemloupe.envoys.facts import BlockFacts
+from gemloupe.envoys.facts import BlockFacts, TowerFacts
 from gemloupe.reference.drawing import drawing
 from gemloupe.served import Served, served_values
 from gemloupe.standardized import StandardizedTransformer
-from gemloupe.support import HOSTS
+from gemloupe.support import HOSTS, MEDIA_HOSTS, TEXT_HOSTS
 from gemloupe.testing import SHAPES
 
-__all__ = ["AXES", "CHECKPOINTS", "moments", "pages"]
+__all__ = ["AXES", "CHECKPOINTS", "anchor", "moments", "pages", "title"]
 
 ROOT: Final = Path(__file__).parents[1]
 
@@ -53,9 +54,16 @@ AXES: Final = {
     "experts": "experts of a mixture block, `num_experts`",
     "top_k": "experts each token is routed to",
     "intermediate": "the width of the dense MLP, `intermediate_size`",
-    "images": "images of the call",
+    "images": "images of the call; where the tower runs on video, the frames of all its videos",
     "patches": "patches of one image, padded rows included",
-    "tokens": "soft tokens, flat over the call's images",
+    "vision_hidden": "the width of the vision tower's stream, `plan.vision.hidden_size`",
+    "image_tokens": "soft tokens of all images of the call, one after the other; padding makes none",
+    "video_tokens": "soft tokens of all frames of the call, one after the other",
+    "audios": "sounds of the call",
+    "frames": "frames of one sound, padded ones included",
+    "audio_hidden": "the width of the audio tower's stream, `plan.audio.hidden_size`",
+    "audio_tokens": "soft tokens of all sounds of the call, one after the other; padding makes none",
+    "projected": "the width of the audio tower's answer, after its `output_proj`",
 }
 
 PLACES: Final = {
@@ -63,6 +71,18 @@ PLACES: Final = {
     "layers[i]": "On a block, `layers[i]`",
     "layers[i].self_attn": "On its attention, `layers[i].self_attn`",
     "layers[i].mlp": "On its MLP, `layers[i].mlp`",
+    "vision": "On the way of images and video, `vision`",
+    "vision.layers[i]": "On a block of the vision tower, `vision.layers[i]`",
+    "vision.layers[i].self_attn": "On its attention, `vision.layers[i].self_attn`",
+    "vision.layers[i].mlp": "On its MLP, `vision.layers[i].mlp`",
+    "projector": "On the projector of images, `projector`",
+    "audio": "On the way of sound, `audio`",
+    "audio.layers[i]": "On a block of the audio tower, `audio.layers[i]`",
+    "audio.layers[i].feed_forward1": "On its first half of a feed-forward, `audio.layers[i].feed_forward1`",
+    "audio.layers[i].self_attn": "On its attention, `audio.layers[i].self_attn`",
+    "audio.layers[i].lconv1d": "On its convolution, `audio.layers[i].lconv1d`",
+    "audio.layers[i].feed_forward2": "On its second half of a feed-forward, `audio.layers[i].feed_forward2`",
+    "audio_projector": "On the projector of sound, `audio_projector`",
 }
 
 DRAWN: Final = {
@@ -96,13 +116,24 @@ A layout is the order of a value's axes, in these words.
 
 {matrix}
 
+### Images, video and sound
+
+The same for what a published checkpoint has beside its text model; of `*ForCausalLM`, the text model alone,
+it is `-` throughout. The blocks are the tower's, under the names of a text block where they compute the same.
+[Images, video and sound](images.md) is the page about them.
+
+{media_matrix}
+
 ## Order
 
 Inside a trace values come in forward order: a read of a value that the forward has passed raises
-[`OutOfOrder`](errors.md#outoforder). This is the order, block by block. The values of one line belong to one
+[`OutOfOrder`](errors.md#outoforder). This is the order. The values of one line belong to one
 moment and may be read in any order among themselves. `collect` and `record` have no order.
 
 {order}
+
+The tower runs on images first and then on frames of video: where a call has both, the values of `vision` and
+`projector` pass once for each. An invoke of video alone is given the frames' pass.
 
 Edits within a line have an order too:
 
@@ -133,6 +164,13 @@ On a block, its attention and its MLP:
 A block also has `layer_scalar`, the tensor that multiplies its sum, and `index`. `model.plan` holds all facts
 as frozen dataclasses, one `BlockPlan` a block in `model.plan.blocks`; `gemloupe.plan(config)` makes it from a
 config alone.
+
+On a block of a tower, its attention and its MLP:
+
+{tower_facts}
+
+`model.plan.vision` and `model.plan.audio` are what the config says of the towers, `None` where a load has
+none.
 
 ## Methods
 
@@ -171,7 +209,7 @@ def pages() -> dict[Path, str]:
 
 def block_drawing(shape: str, index: int, title: str) -> str:
     """The data flow of one block of a shape, the layouts as the values' descriptors say."""
-    layouts = {name: str(value.layout) for _, name, value in values()}
+    layouts = {name: str(value.layout) for place, name, value in values() if place in TEXT_HOSTS}
     return drawing(read_card(f"tiny:{shape}").plan.blocks[index], layouts, title)
 
 
@@ -194,15 +232,16 @@ def vocabulary() -> str:
     """docs/vocabulary.md."""
     used = {axis for _, _, value in values() for axis in value.layout.axes}
     axes = table(("axis", "meaning"), ((code(axis), AXES[axis]) for axis in AXES if axis in used))
-    order = "\n".join(f"{number}. {', '.join(map(code, names))}" for number, names in enumerate(moments(), 1))
-    parts = [INTRO.format(axes=axes, matrix=matrix(), order=order)]
-    for pattern, title in PLACES.items():
-        parts.append(f"## {title}\n")
-        parts += [entry(value) for place, _, value in values() if place == pattern]
+    tables = {"matrix": matrix(TEXT_HOSTS), "media_matrix": matrix(MEDIA_HOSTS)}
+    parts = [INTRO.format(axes=axes, **tables, order="\n".join(order()))]
+    for pattern, heading in PLACES.items():
+        parts.append(f"## {heading}\n")
+        parts += [entry(place, name, value) for place, name, value in values() if place == pattern]
     parts.append(
         TAIL.format(
             root_facts=facts(StandardizedTransformer),
             block_facts=facts(BlockFacts),
+            tower_facts=facts(TowerFacts),
             methods=methods(StandardizedTransformer),
             mixture_methods=methods(HOSTS["layers[i].mlp"]),
             errors=error_table(link="errors.md#{}"),
@@ -218,63 +257,119 @@ def values() -> list[tuple[str, str, Served]]:
     ]
 
 
-def matrix() -> str:
-    """All values, and which checkpoints have them."""
-    cards = [read_card(f"tiny:{shape}") for shape in CHECKPOINTS.values()]
+def path_of(place: str, name: str) -> str:
+    return f"{place}.{name}" if place else name
+
+
+def title(place: str, name: str) -> str:
+    """The heading of a value: a name of the text model stands for itself, others come with their place."""
+    return name if place in TEXT_HOSTS else path_of(place, name)
+
+
+def anchor(place: str, name: str) -> str:
+    """What a heading's link is: its letters, digits and underscores, as both mkdocs and a forge make it."""
+    return re.sub(r"\W", "", title(place, name))
+
+
+def matrix(hosts: Iterable[str]) -> str:
+    """All values of some places, and which checkpoints have them."""
+    cards = [read_card(f"tiny:{shape}:wrapper") for shape in CHECKPOINTS.values()]
     rows = []
-    for each in zip(*(card.values for card in cards), strict=True):
-        first = each[0]
-        name = first.path.rpartition(".")[2]
-        where = [
-            cell(row.blocks, card.plan.num_layers, row.available)
-            for row, card in zip(each, cards, strict=True)
-        ]
-        rows.append((f"[{code(name)}](#{name})", code(str(first.layout)), *where))
+    for place, name, value in values():
+        if place in hosts:
+            path = path_of(place, name)
+            where = [
+                cell(row.blocks, row.num_blocks, row.available)
+                for row in (next(row for row in card.values if row.path == path) for card in cards)
+            ]
+            link = f"[{code(title(place, name))}](#{anchor(place, name)})"
+            rows.append((link, code(str(value.layout)), *where))
     return table(("value", "layout", *CHECKPOINTS), rows)
 
 
-def cell(blocks: tuple[int, ...] | None, num_layers: int, available: bool) -> str:
+def cell(blocks: tuple[int, ...] | None, num_blocks: int, available: bool) -> str:
     if not available:
         return "-"
-    return "all" if blocks is None or len(blocks) == num_layers else "some"
+    return "all" if blocks is None or len(blocks) == num_blocks else "some"
 
 
-def entry(value: Served) -> str:
+def entry(place: str, name: str, value: Served) -> str:
     """One value: its docstring, and what a table would say of it."""
     write = "read and write" if value.read_only is None else "read only"
     head = f"{code(str(value.layout))}, {value.layout.kind}, {write}."
-    return f"### {value.name}\n\n{head}\n\n{prose(value.__doc__)}\n"
+    return f"### {title(place, name)}\n\n{head}\n\n{prose(value.__doc__)}\n"
 
 
 def moments() -> list[list[str]]:
-    """The values in the order of the forward, those of one moment together."""
-    known = {name: value for _, name, value in values()}
+    """The paths of the values in the order of the forward, those of one moment together."""
+    known = {path_of(place, name): (place, value) for place, name, value in values()}
     lines: list[tuple[Any, list[str]]] = []
-    for name in FORWARD_ORDER:
-        value = known[name]
-        at_call = "attention_call" in value.at
-        moment = "call" if at_call else value.moment.name if value.moment else (value.of, value.at)
+    for path in in_forward_order(known):
+        moment = moment_of(*known[path])
         if lines and lines[-1][0] == moment:
-            lines[-1][1].append(name)
+            lines[-1][1].append(path)
         else:
-            lines.append((moment, [name]))
-    return [names for _, names in lines]
+            lines.append((moment, [path]))
+    return [paths for _, paths in lines]
+
+
+def order() -> Iterator[str]:
+    """The moments as a numbered list; those of a stack's blocks as a list of their own inside it."""
+    stacks = [
+        (stack, list(lines)) for stack, lines in groupby(moments(), key=lambda paths: block_of(paths[0]))
+    ]
+    number = 0
+    for stack, lines in stacks:
+        if stack:
+            number += 1
+            yield f"{number}. {code(stack)}, block by block:"
+            shorts = [path.rpartition(".")[2] for paths in lines for path in paths]
+        for inner, paths in enumerate(lines, 1):
+            if stack:
+                names = [path.removeprefix(f"{stack}.") for path in paths]
+                names = [n if shorts.count(s := n.rpartition(".")[2]) > 1 else s for n in names]
+                yield f"    {inner}. {', '.join(map(code, names))}"
+            else:
+                number += 1
+                yield f"{number}. {', '.join(map(code, paths))}"
+
+
+def block_of(path: str) -> str:
+    """`vision.layers[i]` of a value of such a block, nothing of others."""
+    before, inside, _ = path.partition("[i]")
+    return before + inside if inside else ""
+
+
+def moment_of(place: str, value: Served) -> Any:
+    """What the values of one moment have in common."""
+    if "attention_call" in value.at:
+        return place, "attention_call"
+    if value.moment is not None:
+        return place, value.moment.name
+    # Those at the scatter are of `vision` and `audio` alike.
+    return "" if value.of == "scatter" else place, value.of, value.at
 
 
 def short_tables() -> str:
-    """The tables of README.md: a value a row."""
+    """The tables of README.md: a value a row; of a tower's block, the names that a text block has too."""
     parts = []
-    for pattern, title in PLACES.items():
+    for pattern, heading in PLACES.items():
+        if "[i]" in pattern and pattern in MEDIA_HOSTS:
+            if pattern.endswith("[i]"):
+                paths = [path_of(place, name) for place, name, _ in values() if block_of(place) == pattern]
+                names = (code(path.removeprefix(f"{pattern}.")) for path in paths)
+                parts.append(f"**{heading}**: {', '.join(names)}.")
+            continue
+        here = [(name, value) for place, name, value in values() if place == pattern]
         rows = [
             (
                 code(name),
                 code(str(value.layout)),
                 value.meaning + ("" if value.read_only is None else " Read only."),
             )
-            for place, name, value in values()
-            if place == pattern
+            for name, value in here
         ]
-        parts.append(f"**{title}**\n\n{table(('name', 'layout', 'meaning'), rows)}")
+        parts.append(f"**{heading}**\n\n{table(('name', 'layout', 'meaning'), rows)}")
     return "\n\n".join(parts)
 
 

@@ -83,7 +83,7 @@ HEADER: Final = (
 )
 BLOCKS: Final = {
     "E2B": [
-        [*HEADER, "per-layer input"],
+        [*HEADER, "ple"],
         ["0-3, 5-8, 10-12", "sliding", "512", "8", "1", "256", "6144", "own", "256"],
         ["4, 9", "full", "8", "1", "512", "6144", "own", "256"],
         ["13", "sliding", "512", "8", "1", "256", "6144", "own, lent to 15-18, 20-23, 25-28, 30-33", "256"],
@@ -189,6 +189,35 @@ def test_the_card_of_a_wrapper(shape: str, inputs: str):
     assert fact(text, "inputs") == inputs
 
 
+WAYS_IN: Final = {
+    "e2b": (
+        "a tower of 2 blocks, 24 wide, 2 heads of 16, MLP width 28; patches of 4 x 4 pixels, 2 x 2 of them a "
+        "soft token",
+        "a tower of 2 blocks, 24 wide, 2 heads of 12, MLP width 96",
+    ),
+    "26b-a4b": (
+        "a tower of 2 blocks, 24 wide, 2 heads of 16, MLP width 28; patches of 4 x 4 pixels, 2 x 2 of them a "
+        "soft token",
+        None,
+    ),
+    "12b": (
+        "no tower, an embedder, 24 wide; patches of 8 x 8 pixels, each a soft token",
+        "no tower, frames of raw samples, 20 wide",
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", WAYS_IN)
+def test_how_images_and_sound_get_in(shape: str):
+    images, audio = WAYS_IN[shape]
+    text = printed(read_card(f"tiny:{shape}:wrapper"))
+    assert fact(text, "images") == images
+    if audio is not None:
+        assert fact(text, "sound") == audio
+    assert ("\n  sound  " in text) == (audio is not None)
+    assert not re.search("^  (images|sound) ", printed(read_card(f"tiny:{shape}")), re.MULTILINE)
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_wrappers_card_is_its_text_models(tmp_path: Path, name: str):
     text = PUBLISHED[name].text_config()
@@ -206,9 +235,10 @@ def test_an_untied_head_and_no_cap(tmp_path: Path):
 
 
 def test_nothing_is_cut_off_in_a_narrow_window():
-    card = read_card("tiny:e2b")
+    card = read_card("tiny:e2b:wrapper")
     narrow = printed(card, width=80)
     assert max(map(len, narrow.splitlines())) == 80
+    assert "…" not in narrow
     assert [word for word in printed(card).split() if word not in narrow.split()] == []
 
 

@@ -251,6 +251,22 @@ def test_a_verification_of_a_directory_as_json(tmp_path: Path):
     assert (data["model"], data["held"], data["precision"]) == (str(tmp_path), True, "bfloat16")
 
 
+@pytest.mark.parametrize("wrapper", [False, True], ids=["text", "wrapper"])
+def test_a_checkpoint_without_a_tokenizer_can_be_verified(tmp_path: Path, wrapper: bool):
+    tiny_module("12b", wrapper=wrapper).save_pretrained(tmp_path)
+    assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".safetensors"}
+    assert not [file for file in tmp_path.iterdir() if "token" in file.name]
+    result = invoke("verify", str(tmp_path), "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert json.loads(result.stdout)["held"]
+
+
+def test_help_names_every_exit_status():
+    words = " ".join(invoke("verify", "--help").stdout.replace("│", "").split())
+    assert "Exit status 0: every value holds. 1: some value is not what it should be. 2: nothing can" in words
+    assert "Exit status 2 if there is no config" in " ".join(invoke("inspect", "--help").stdout.split())
+
+
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_a_value_that_does_not_hold_is_exit_status_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: tuple[str, ...]

@@ -20,7 +20,7 @@ from gemloupe import errors, families
 from gemloupe.cli import app
 from gemloupe.layouts import LAYOUTS
 from gemloupe.support import HOSTS
-from gemloupe.testing import save_tiny, tiny
+from gemloupe.testing import save_tiny, tiny, tiny_image, tiny_sound, tiny_video
 from tests.documents import Mismatch, fences, run, same
 
 ROOT = Path(__file__).parent.parent
@@ -186,12 +186,13 @@ def test_what_is_generated_is_current():
 
 def test_the_vocabulary_has_every_value():
     page = TEXTS["docs/vocabulary.md"]
-    for _, name, value in generate.values():
-        assert page.count(f"\n### {name}\n") == 1
-        assert f"\n### {name}\n\n`{value.layout}`" in page
-    assert len(generate.values()) == len({name for _, name, _ in generate.values()}), (
-        "two values share an anchor"
-    )
+    anchors = re.findall(r"\]\(#(\w+)\)", page.partition("## Order")[0])
+    for place, name, value in generate.values():
+        title = generate.title(place, name)
+        assert page.count(f"\n### {title}\n") == 1
+        assert f"\n### {title}\n\n`{value.layout}`" in page
+        assert anchors.count(generate.anchor(place, name)) == 1
+    assert len(anchors) == len(generate.values()), "two values share an anchor, or one has no link"
 
 
 def test_every_axis_is_explained():
@@ -202,13 +203,23 @@ def test_every_place_has_a_title():
     assert generate.PLACES.keys() == HOSTS.keys()
 
 
-def paths_in_order(model: Any) -> list[list[str]]:
-    """The lines of the page's order for one block of `model`: its paths, those of one moment together."""
-    places = {name: place for place, name, _ in generate.values()}
+VISION: Final = ("images", "videos")
+FED_BY: Final = {"vision": VISION, "projector": VISION, "audio": ("audio",), "audio_projector": ("audio",)}
+"""What any of which makes a part of a wrapper run; the masks of the prompt are there in every call."""
+ONE_KIND: Final = {"vision.image_features": ("images",), "vision.video_features": ("videos",)}
+
+
+def is_computed(path: str, given: dict[str, Any]) -> bool:
+    feeds = ONE_KIND.get(path, FED_BY.get(path.partition(".")[0]))
+    return feeds is None or path.endswith("_token_mask") or any(feed in given for feed in feeds)
+
+
+def paths_in_order(model: Any, given: dict[str, Any]) -> list[list[str]]:
+    """The lines of the page's order for one block of each stack, as far as a call computes them."""
     lines = []
-    for names in generate.moments():
-        paths = [f"{places[name]}.{name}".replace("[i]", "[1]").lstrip(".") for name in names]
-        lines.append([path for path in paths if model.has(path)])
+    for paths in generate.moments():
+        runs = (path.replace("[i]", "[1]") for path in paths if is_computed(path, given))
+        lines.append([path for path in runs if model.has(path)])
     return [line for line in lines if line]
 
 
@@ -220,31 +231,67 @@ def read(model: Any, path: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("shape", ["e2b", "26b-a4b"])
-def test_the_order_on_the_page_is_the_order_of_the_forward(shape):
-    model = tiny(shape)
-    lines = paths_in_order(model)
-    assert {name for names in generate.moments() for name in names} == {
-        name for _, name, _ in generate.values()
-    }
-    with torch.no_grad(), model.trace("The capital"):
+TEXT: Final = ("The capital", {})
+IMAGE: Final = ("<|image|> The capital", {"images": [tiny_image()]})
+CALLS: Final = {
+    "e2b": ("e2b", False, *TEXT),
+    "26b-a4b": ("26b-a4b", False, *TEXT),
+    "e2b, image and sound": (
+        "e2b",
+        True,
+        "<|image|> and <|audio|>",
+        {"images": [tiny_image()], "audio": [tiny_sound()]},
+    ),
+    "e2b, video": ("e2b", True, "<|video|>", {"videos": [tiny_video(2)]}),
+    "26b-a4b, image": ("26b-a4b", True, *IMAGE),
+    "12b, image and sound": (
+        "12b",
+        True,
+        "<|image|> and <|audio|>",
+        {"images": [tiny_image()], "audio": [tiny_sound(0.01)]},
+    ),
+}
+"""The tiny model, whether it is the wrapper, and what it is given."""
+
+each_call = pytest.mark.parametrize("call", CALLS)
+
+
+@each_call
+def test_the_order_on_the_page_is_the_order_of_the_forward(call):
+    shape, wrapper, text, given = CALLS[call]
+    model = tiny(shape, wrapper=wrapper)
+    lines = paths_in_order(model, given)
+    assert {path for line in lines for path in line} >= {"input_ids", "layers[1].layer_output", "logits"}
+    with torch.no_grad(), model.trace(text, **given):
         for line in lines:
             for path in line:
                 read(model, path)
-    with torch.no_grad(), model.trace("The capital"):
+    with torch.no_grad(), model.trace(text, **given):
         for line in lines:
             for path in reversed(line):
                 read(model, path)
 
 
-@pytest.mark.parametrize("shape", ["e2b", "26b-a4b"])
-def test_the_order_on_the_page_cannot_be_turned_round(shape):
-    model = tiny(shape)
-    for line, later in itertools.pairwise(paths_in_order(model)):
+@each_call
+def test_the_order_on_the_page_cannot_be_turned_round(call):
+    shape, wrapper, text, given = CALLS[call]
+    model = tiny(shape, wrapper=wrapper)
+    for line, later in itertools.pairwise(paths_in_order(model, given)):
         with pytest.raises(errors.OutOfOrder), torch.no_grad():
-            with model.trace("The capital"):
+            with model.trace(text, **given):
                 read(model, later[0])
                 read(model, line[-1])
+
+
+def test_the_order_on_the_page_has_every_value_once():
+    paths = [path for paths in generate.moments() for path in paths]
+    assert sorted(paths) == sorted(generate.path_of(place, name) for place, name, _ in generate.values())
+    shown = re.findall(r"`([^`]+)`", re.split("## Order|The tower runs", TEXTS["docs/vocabulary.md"])[1])
+    stacks = ["layers[i]", "vision.layers[i]", "audio.layers[i]"]
+    assert [name for name in shown if name in stacks] == ["vision.layers[i]", "audio.layers[i]", "layers[i]"]
+    assert len([name for name in shown if name not in stacks]) - len(
+        ("OutOfOrder", "collect", "record")
+    ) == len(paths)
 
 
 # ---- what every page must have -----------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -109,15 +110,52 @@ def tree_of(shape: str, **options: Any) -> str:
     return text
 
 
+@pytest.mark.parametrize("wrapper", [False, True], ids=["text", "wrapper"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_tree_has_every_name_that_is_there_and_no_other(shape: str):
-    text = tree_of(shape)
+def test_the_tree_has_every_name_that_is_there_and_no_other(shape: str, wrapper: bool):
+    text = tree_of(shape, wrapper=wrapper)
     words = set(text.split())
-    support = tiny(shape).support()
-    assert {row.path.rpartition(".")[2] for row in support if row.available} <= words
-    assert not {row.path.rpartition(".")[2] for row in support if not row.available} & words
+    support = tiny(shape, wrapper=wrapper).support()
+    names = {row.path.rpartition(".")[2] for row in support if row.available}
+    assert names <= words
+    assert not {row.path.rpartition(".")[2] for row in support if not row.available} - names & words
     for row in support:
         assert not row.available or (str(row.layout) in text and row.meaning.split()[-1] in text)
+
+
+def test_a_tower_hangs_under_its_name():
+    names = [
+        re.sub(r"^[ │├└─]+", "", line).split("  ")[0] for line in tree_of("e2b", wrapper=True).split("\n")
+    ]
+    start = names.index("vision")
+    assert names[start + 8 :][:6] == [
+        "layers[0] for blocks 0-1",
+        "layer_input",
+        "mid_stream",
+        "layer_output",
+        "self_attn",
+        "attention_input",
+    ]
+    below = [name for name in names[start:] if name in ("projector", "audio", "lconv1d", "audio_projector")]
+    assert below == ["projector", "audio", "lconv1d", "audio_projector"]
+    unified = tree_of("12b", wrapper=True)
+    assert "patch_embeddings" in unified
+    assert "lconv1d" not in unified
+    assert "projector" not in unified.replace("`output_proj`", "")
+    assert "vision" not in tree_of("e2b")
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_name_is_cut_in_a_narrow_terminal(width: int):
+    screen = Console(width=width, color_system=None, markup=False, highlight=False)
+    with screen.capture() as capture:
+        screen.print(names_tree(tiny("e2b", wrapper=True).support()))
+    text = capture.get()
+    assert max(map(len, text.split("\n"))) <= width
+    assert width < 80 or "…" not in text
+    for row in tiny("e2b", wrapper=True).support():
+        if row.available:
+            assert row.path.rpartition(".")[2] in text
 
 
 def test_one_block_stands_for_all_that_are_alike():

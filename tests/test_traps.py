@@ -19,7 +19,7 @@ from gemloupe.support import HOSTS
 from gemloupe.testing import SHAPES, tiny_config, tiny_module, tiny_tokenizer
 from gemloupe.traps import traps
 from tests.test_plan import PUBLISHED
-from tests.test_testing import image_inputs
+from tests.test_testing import audio_inputs, image_inputs
 
 IDS: Final = torch.tensor([[2, 50, 51, 52, 53, 54, 55, 56, 57, 58]])
 
@@ -312,6 +312,87 @@ def test_an_image_takes_the_pad_tokens_per_layer_embedding(shape: str):
     assert (fed[0] == model.config.text_config.pad_token_id).nonzero().tolist() == [[0, 3], [0, 4]]
     assert trap(tiny_module(shape), "An image's slots") is None
     assert trap(tiny_module("12b", wrapper=True), "per-layer embedding") is None
+
+
+@each_shape
+def test_images_that_touch_are_one(shape: str):
+    model = tiny_module(shape, wrapper=True, attn_implementation="eager")
+    found = trap(model, "no token between them are one image to that mask")
+    assert trap(tiny_module(shape), "no token between them") is None
+    frame, video = (
+        torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0, 0, 0]]),
+        torch.tensor([[0, 0, 1, 1, 2, 2, 0, 0, 0, 0]]),
+    )
+    between = torch.tensor([[0, 0, 1, 1, 0, 1, 0, 0, 0, 0]])
+    for types, merged in ((frame, True), (video, True), (between, False)):
+        pattern = model(IDS, output_attentions=True, mm_token_type_ids=types).attentions[0]
+        assert bool((pattern[0, :, 2, 5] > 0).all()) == (merged and found is not None)
+
+
+@each_shape
+def test_padded_rows_run_like_the_others(shape: str):
+    model = tiny_module(shape, wrapper=True)
+    assert trap(tiny_module(shape), "pads every image") is None
+    found = trap(model, "padded rows run through (every block of the tower|the embedder) like the others")
+    assert found
+    given, inner = image_inputs(shape), model.model
+    pixels, places = given["pixel_values"], given["image_position_ids"]
+    padding = (0, 0, 0, 4)
+    given["pixel_values"] = torch.nn.functional.pad(pixels, padding)
+    given["image_position_ids"] = torch.nn.functional.pad(places, padding, value=-1)
+    if shape == "12b":
+        assert found[1] == "the embedder"
+        streams = [outputs(inner.embed_vision.pos_norm)]
+    else:
+        assert found[1] == "every block of the tower"
+        streams = [outputs(layer) for layer in inner.vision_tower.encoder.layers]
+    stream = inputs(inner.language_model.layers[0])
+    model(**given)
+    for (kept,) in streams:
+        assert kept.shape[1] == pixels.shape[1] + 4
+        assert bool((kept[0, -4:].abs().amax(-1) > 0).all())
+    model(**given | {"pixel_values": pixels, "image_position_ids": places})
+    assert torch.allclose(stream[0], stream[1], atol=1e-5)  # the padding made no soft token, and moved none
+
+
+@each_shape
+def test_the_tower_runs_on_images_and_then_on_frames(shape: str):
+    model: Any = tiny_module(shape, wrapper=True)
+    assert trap(tiny_module(shape), "runs twice") is None
+    found = trap(model, "The (tower|embedder) runs twice in a call with images and video, on the frames last")
+    assert found
+    assert found[1] == ("embedder" if shape == "12b" else "tower")
+    given = image_inputs(shape)
+    embedder = model.model.embed_vision if shape == "12b" else model.model.vision_tower.patch_embedder
+    pixels = inputs(embedder.patch_ln1 if shape == "12b" else embedder)
+    ids, frames = given["input_ids"], given["pixel_values"].flip(-1)
+    video = torch.where(ids == model.config.image_token_id, model.config.video_token_id, ids)
+    model(
+        **given | {"input_ids": torch.cat([ids, video[:, 1:]], -1)},
+        pixel_values_videos=frames,
+        video_position_ids=given["image_position_ids"],
+        num_frames_per_video=torch.tensor([1]),
+    )
+    first, second = pixels
+    assert first.shape == second.shape
+    assert torch.equal(first, given["pixel_values"])
+    assert torch.equal(second, frames)
+
+
+@each_shape
+def test_images_and_sound_in_generate(shape: str):
+    model: Any = tiny_module(shape, wrapper=True)
+    hears = model.config.audio_config is not None
+    media = "images and sound" if hears else "images"
+    assert trap(model, f"In `generate` {media} are computed in the first step alone")
+    assert trap(tiny_module(shape), "first step alone") is None
+    seen = outputs(model.model.embed_vision)
+    heard = outputs(model.model.embed_audio) if hears else []
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    model.generate(**image_inputs(shape), **options)
+    if hears:
+        model.generate(**audio_inputs(shape), **options)
+    assert (len(seen), len(heard)) == (1, int(hears))
 
 
 # ---- the published checkpoints ----------------------------------------------------------------------------

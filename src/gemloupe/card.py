@@ -23,7 +23,7 @@ from .envoys.facts import BlockFacts
 from .errors import GemloupeError, LoadError
 from .families import family
 from .loading import read_config, text_config
-from .plan import BlockPlan, ModelPlan
+from .plan import BlockPlan, ModelPlan, TowerBlockPlan
 from .served import Served, served_values
 from .support import HOSTS, TEXT_HOSTS, SupportRow, num_blocks, spans
 from .targets import tiny_target
@@ -188,6 +188,7 @@ def _facts(plan: ModelPlan) -> Table:
         "logit cap": "none" if plan.logit_cap is None else f"{plan.logit_cap:g}",
         "positions": f"{plan.max_positions:,}",
         "inputs": ", ".join(_modalities(plan)),
+        **_ways_in(plan),
     }
     table = Table.grid(padding=(0, 2))
     for name, fact in rows.items():
@@ -217,6 +218,27 @@ def _modalities(plan: ModelPlan) -> Iterator[str]:
         yield from ("images", "video")
     if plan.has_audio:
         yield "audio"
+
+
+def _ways_in(plan: ModelPlan) -> dict[str, str]:
+    """How images and sound get into the stream, where they do."""
+    facts = {}
+    if (vision := plan.vision) is not None:
+        side, pooling = vision.patch_size, vision.pooling
+        patches = f"patches of {side} x {side} pixels"
+        patches += f", {pooling} x {pooling} of them a soft token" if pooling > 1 else ", each a soft token"
+        facts["images"] = f"{_tower(vision.blocks, 'an embedder', vision.hidden_size)}; {patches}"
+    if (audio := plan.audio) is not None:
+        facts["sound"] = _tower(audio.blocks, "frames of raw samples", audio.hidden_size)
+    return facts
+
+
+def _tower(blocks: tuple[TowerBlockPlan, ...], instead: str, width: int) -> str:
+    if not blocks:
+        return f"no tower, {instead}, {width} wide"
+    block = blocks[0]
+    heads = f"{block.num_heads} heads of {block.head_dim}"
+    return f"a tower of {len(blocks)} blocks, {width} wide, {heads}, MLP width {block.intermediate_size}"
 
 
 def _block_table(plan: ModelPlan) -> Table:
@@ -249,7 +271,7 @@ def _cells(group: list[BlockPlan]) -> dict[str, str]:
         "MLP width": str(block.intermediate_size),
         "keys and values": _keys(block),
         "experts": experts if block.has_experts else "",
-        "per-layer input": str(block.per_layer_input_size or ""),
+        "ple": str(block.per_layer_input_size or ""),
     }
 
 

@@ -1,8 +1,8 @@
 """The command line: `python -m gemloupe tour`, `inspect TARGET` and `verify TARGET`.
 
 What a command needs is imported when it runs: `--help` and `--version` import no torch. Exit status: 0, or
-1 where the tour or a verification found something that does not hold, or 2 for a wrong target, in one line
-on stderr.
+1 where the tour or a verification found something that does not hold, or 2 for a target of which nothing can
+be said, in one line on stderr.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def inspect(
     """Print the card of a model, read from its config alone: its blocks, its values and its traps.
 
     Loads no weights. A repo id is looked up in the local cache and, if need be, on the hub.
+    Exit status 2 if there is no config to read, or it is of a model that is not known.
     """
     with _quiet():
         from .card import read_card
@@ -117,7 +118,12 @@ def verify(
 ) -> None:
     """Compare every value of a model, on every block, with its float64 definition.
 
-    Loads the weights and runs the model on fixed tokens. Exit status 1 if a value is not what it should be.
+    Loads the weights and runs the model on fixed tokens; needs no tokenizer.
+    For a text of your own there is gemloupe.verify(model, text) in Python.
+
+    Exit status 0: every value holds. 1: some value is not what it should be.
+    2: nothing can be said, for there is no such target, its weights are
+    missing, quantized or not finite, or the definitions do not cover it.
     """
     with _quiet():
         from safetensors import SafetensorError

@@ -34,7 +34,9 @@ def tiny_target(target: str) -> tuple[str, bool] | None:
 
 
 def load(target: str) -> StandardizedTransformer:
-    """The model of a target, its weights loaded.
+    """The model of a target, its weights loaded; from a repo id or a directory without its tokenizer.
+
+    It takes token ids alone then, so that a checkpoint need not have a tokenizer to be verified.
 
     Raises: as `StandardizedTransformer`; BadArgument, for an unknown tiny model.
     """
@@ -42,6 +44,9 @@ def load(target: str) -> StandardizedTransformer:
         from .testing import tiny
 
         return tiny(of_tiny[0], wrapper=of_tiny[1])
+    from .loading import read_config, text_config
     from .standardized import StandardizedTransformer
+    from .tokens import NoTokenizer
 
-    return StandardizedTransformer(target, dispatch=True)
+    tokenizer = NoTokenizer(text_config(read_config(target)))
+    return StandardizedTransformer(target, tokenizer=tokenizer, dispatch=True)

@@ -143,7 +143,46 @@ def _looking_ahead(plan: ModelPlan) -> str | None:
     where = "on every block unless `generate` has a static cache" if unified else "on sliding blocks alone"
     return (
         f"The tokens of one image attend to each other in both directions, {where}, if the call is given "
-        f"`mm_token_type_ids`; without them attention is causal."
+        f"`mm_token_type_ids`, as a trace with images is; without them attention is causal."
+    )
+
+
+def _touching_images(plan: ModelPlan) -> str | None:
+    if plan.bidirectional != "vision" or not plan.has_vision:
+        return None
+    return (
+        "Images and frames of video with no token between them are one image to that mask: the first sees "
+        "those after it. The processor puts tokens between them; ids made by hand may not."
+    )
+
+
+def _padded_rows(plan: ModelPlan) -> str | None:
+    if plan.vision is None:
+        return None
+    way = "every block of the tower" if plan.vision.blocks else "the embedder"
+    return (
+        f"The processor pads every image to one number of patches, and the padded rows run through {way} "
+        f"like the others: `patch_mask` says which rows are real. `image_features` have none."
+    )
+
+
+def _two_passes(plan: ModelPlan) -> str | None:
+    if plan.vision is None:
+        return None
+    what = "tower" if plan.vision.blocks else "embedder"
+    return (
+        f"The {what} runs twice in a call with images and video, on the frames last: `patch_embeddings` and "
+        f"what follows are the images' then, in an invoke of video alone the frames'."
+    )
+
+
+def _first_step_alone(plan: ModelPlan) -> str | None:
+    media = [what for what, there in (("images", plan.vision), ("sound", plan.audio)) if there is not None]
+    if not media:
+        return None
+    return (
+        f"In `generate` {' and '.join(media)} are computed in the first step alone, with the prompt: what is "
+        f"edited there reaches the later steps through the cached keys and values."
     )
 
 
@@ -175,6 +214,10 @@ _TRAPS: Final[tuple[Callable[[ModelPlan], str | None], ...]] = (
     _scaled_embeddings,
     _tied_head,
     _looking_ahead,
+    _touching_images,
+    _padded_rows,
+    _two_passes,
+    _first_step_alone,
     _unscaled_scores,
     _partly_rotated,
 )
