@@ -65,7 +65,8 @@ class Audio(SoundIntoStream, PartOfTower):
         """
         return value
 
-    @served("source.frame_mask.output", of="scatter", read_only=_PADDED)
+    # What the processor made may be a view of the caller's own mask: this is a copy.
+    @served("source.frame_mask.output", of="scatter", read_only=_PADDED, private=True)
     def frame_mask(self, value: Any) -> FrameMask:
         """Which frames are real, and not padding to the batch's number of frames.
 
@@ -96,7 +97,8 @@ class AudioProjector(PartOfTower):
 class UnifiedAudio(Audio, AudioProjector):
     """`model.audio` on 12B, which is its `audio_projector` too: frames of raw samples, no tower."""
 
-    @served("input", piece=Argument(0, "inputs_embeds"))
+    # The frames are the caller's own tensor: this is a copy.
+    @served("input", piece=Argument(0, "inputs_embeds"), private=True)
     def tower_output(self, value: Any) -> Frames:
         """The frames of raw samples, as the projector takes them.
 
@@ -177,7 +179,7 @@ class AudioAttention(PartOfBlockOfTower):
         """
         return value
 
-    attention_output.back(lambda _host, new, _piece: added_to(new))
+    attention_output.back(lambda host, new, piece: new.clone())  # the model adds to it in place
 
 
 class AudioConvolution(PartOfBlockOfTower):
@@ -193,9 +195,4 @@ class AudioConvolution(PartOfBlockOfTower):
         """
         return value
 
-    convolution_output.back(lambda _host, new, _piece: added_to(new))
-
-
-def added_to(new: torch.Tensor) -> torch.Tensor:
-    """What the model may add its residual to in place, where a block of code still holds `new`."""
-    return new.clone()
+    convolution_output.back(lambda host, new, piece: new.clone())  # the model adds to it in place
