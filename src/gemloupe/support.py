@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from .envoys.attention import Attention
 from .envoys.audio import (
@@ -112,12 +112,14 @@ class Support:
 
     def table(self) -> Table:
         """The rows as a rich table."""
-        table = Table("value", "layout", "where", "not where")
+        table = Table(Column("value", no_wrap=True), Column("layout", no_wrap=True), "where", "not where")
+        last = ""
         for row in self.rows:
+            reason = self._reason(row)
+            shown = "the same" if reason and reason == last else reason
             # `[i]` is italics in rich's markup.
-            table.add_row(
-                escape(row.path), escape(str(row.layout)), self._where(row), escape(self._reason(row))
-            )
+            table.add_row(escape(row.path), escape(str(row.layout)), self._where(row), escape(shown))
+            last = reason
         return table
 
     def _where(self, row: SupportRow) -> str:
