@@ -1,4 +1,4 @@
-"""Chats that hold images: rendered by the processor's template, whatever the task the model was loaded for."""
+"""Chats that hold images: rendered by the processor's template, whatever task the model was loaded for."""
 
 from __future__ import annotations
 
