@@ -22,7 +22,7 @@ from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4Uni
 
 from gemloupe.plan import ModelPlan, plan
 from gemloupe.reference import Media, Towers, Weights, parts, runs_of_media, towers
-from gemloupe.reference.towers import AudioPlan, PatchesPlan, VisionPlan
+from gemloupe.reference.towers import AudioTower, PatchEmbedder, VisionTower
 from gemloupe.testing import tiny_config, tiny_module
 from tests.core.models import BOS, SEED
 from tests.reference.served import branches_clearly, routes_clearly
@@ -183,7 +183,9 @@ def prompt(towers: Towers, kinds: Sequence[str], salt: int = 0) -> State:
     if "audio" in kinds:
         sounds, real = sound(towers, random)
         encoding |= {"input_features": sounds, "input_features_mask": real}
-        counts["audio"] = [int(row[:: 4 if isinstance(towers.audio, AudioPlan) else 1].sum()) for row in real]
+        counts["audio"] = [
+            int(row[:: 4 if isinstance(towers.audio, AudioTower) else 1].sum()) for row in real
+        ]
     return encoding | text(towers, counts, random)
 
 
@@ -224,7 +226,7 @@ def patches(
     """Random pixels and their places, the rest of each image's rows padding at (-1, -1)."""
     vision = towers.vision
     assert vision is not None
-    pooling = vision.pooling if isinstance(vision, VisionPlan) else 1
+    pooling = vision.pooling if isinstance(vision, VisionTower) else 1
     total = SOFT_TOKENS * pooling**2
     pixels = torch.zeros(len(sizes), total, 3 * vision.patch_size**2)
     places = torch.full((len(sizes), total, 2), -1)
@@ -239,8 +241,8 @@ def sound(towers: Towers, random: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two sounds of unequal length, the second padded at its end with what is not zero."""
     audio = towers.audio
     assert audio is not None
-    lengths = SOUNDS if isinstance(audio, AudioPlan) else RAW_SOUNDS
-    size = audio.channels[0] if isinstance(audio, AudioPlan) else audio.output_size
+    lengths = SOUNDS if isinstance(audio, AudioTower) else RAW_SOUNDS
+    size = audio.channels[0] if isinstance(audio, AudioTower) else audio.output_size
     sounds = torch.randn(len(lengths), max(lengths), size, generator=random)
     return sounds, torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
 
@@ -299,7 +301,7 @@ def hooked(module: Any, towers: Towers, found: State) -> Iterator[None]:
         after(f"{stack}.layers.{index}", f"layers[{index}].layer_output")
     after("lm_head", "raw_logits")
 
-    if isinstance(towers.vision, VisionPlan):
+    if isinstance(towers.vision, VisionTower):
         tower = "model.vision_tower"
         after(f"{tower}.patch_embedder.input_proj", "vision.patch_embeddings")
         for index in range(towers.vision.num_layers):
@@ -316,11 +318,10 @@ def hooked(module: Any, towers: Towers, found: State) -> Iterator[None]:
             after(at, f"{name}.layer_output")
         before(f"{tower}.pooler", "vision.tower_output")
         before("model.embed_vision", "projector.soft_tokens")
-    elif isinstance(towers.vision, PatchesPlan):
+    elif isinstance(towers.vision, PatchEmbedder):
         after("model.embed_vision.patch_ln2", "vision.patch_embeddings")
         after("model.embed_vision.pos_norm", "vision.tower_output")
-        before("model.embed_vision.multimodal_embedder", "projector.soft_tokens")
-    if isinstance(towers.audio, AudioPlan):
+    if isinstance(towers.audio, AudioTower):
         tower = "model.audio_tower"
         after(f"{tower}.subsample_conv_projection", "audio.frame_embeddings", lambda out: out[0])
         after(f"{tower}.subsample_conv_projection", "audio.frame_mask", lambda out: out[1])
@@ -338,7 +339,6 @@ def hooked(module: Any, towers: Towers, found: State) -> Iterator[None]:
         before("model.embed_audio", "audio_projector.soft_tokens")
     elif towers.audio is not None:
         before("model.embed_audio", "audio.tower_output")
-        before("model.embed_audio", "audio_projector.soft_tokens")
     try:
         yield
     finally:

@@ -19,22 +19,21 @@ import math
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import conv1d, conv2d, pad
 
 from ..errors import BadArgument
+from ..layouts import FrameMask, Frames
 from .ops import linear, residual, rmsnorm, silu, softcap, softmax
 from .steps import Given, Steps, taken
 from .tower_ops import DEFAULT_EPS, clipped_linear, glu, layer_norm, limited, project, sinusoids, softplus
-from .towers import AudioPlan
+from .towers import AudioTower
 from .weights import PartWeights, Weights
 
-__all__ = ["audio_block", "audio_entrance", "audio_exit", "audio_parts"]
+__all__ = ["audio_block", "audio_entrance", "audio_exit", "audio_parts", "halved_mask"]
 
 MelFrames = Float[Tensor, "audios frames bins"]
-Frames = Float[Tensor, "audios frames hidden"]
-FrameMask = Bool[Tensor, "audios frames"]
 
 
 def audio_parts(
@@ -42,10 +41,11 @@ def audio_parts(
 ) -> Iterator[dict[str, Tensor]]:
     """Every value of the tower's pass over some sounds, by standard name: the entrance, each block, the exit.
 
-    real: which frames of each sound are no padding. given: see `block`.
+    real: which frames of each sound are no padding; every fourth of them says it of a frame of the tower's.
+    given: see `block`.
     """
     found = audio_entrance(weights, sounds, real, given=given)
-    real = found["audio.frame_mask"]
+    real = halved_mask(halved_mask(real))
     stream = weights.real(taken(given, "audio.frame_embeddings", found["audio.frame_embeddings"]))
     yield found
     for index in range(_plan(weights).num_layers):
@@ -58,6 +58,11 @@ def audio_parts(
     yield audio_exit(weights, stream, real, given=given)
 
 
+def halved_mask(real: FrameMask) -> FrameMask:
+    """Which frames are real after a convolution: those of which the middle one was."""
+    return real[:, ::2].bool()
+
+
 def audio_entrance(
     weights: Weights, sounds: MelFrames, real: FrameMask, *, given: Given | None = None
 ) -> dict[str, Tensor]:
@@ -67,8 +72,8 @@ def audio_entrance(
     x, real = steps.between(weights.real(sounds))[:, None], real.to(weights.device).bool()
     path = "model.audio_tower.subsample_conv_projection."
     for index in range(2):
-        x, real = _halved(steps, weights.under(f"{path}layer{index}."), _plan(weights).norm_eps, x, real)
-    steps("frame_mask", real)
+        x = _halved(steps, weights.under(f"{path}layer{index}."), _plan(weights).norm_eps, x, real)
+        real = halved_mask(real)
     # Of a frame all channels of its first bin come first, then those of the next.
     x = x.permute(0, 2, 3, 1).flatten(2)
     steps("frame_embeddings", linear(weights[f"{path}input_proj_linear.weight"], x))
@@ -113,10 +118,11 @@ def audio_exit(
     """What the tower's last stream becomes, by name: the soft tokens, and the features of the real ones."""
     plan, steps = _plan(weights), Steps("", given, weights.real)
     stream = steps("audio.tower_output", weights.real(stream))
-    tower = weights.under("model.audio_tower.output_proj.")
+    tower, real = weights.under("model.audio_tower.output_proj."), real.to(weights.device).bool()
     soft = steps("audio_projector.soft_tokens", linear(tower["weight"], stream) + tower["bias"].double())
+    steps("audio.frame_mask", real)
     features = project(weights.under("model.embed_audio."), plan.norm_eps, soft)
-    steps("audio.audio_features", features[real.to(weights.device)])
+    steps("audio.audio_features", features[real])
     return steps.found
 
 
@@ -125,14 +131,14 @@ def audio_exit(
 
 def _halved(
     steps: Steps, weights: PartWeights, eps: float, x: Tensor, real: FrameMask
-) -> tuple[Float[Tensor, "audios channels frames bins"], FrameMask]:
+) -> Float[Tensor, "audios channels frames bins"]:
     """A convolution over 3 frames and 3 bins about every other one, its channels normed and rectified."""
     x = conv2d(x * real[:, None, :, None], weights["conv.weight"].double(), stride=2, padding=1)
     x = layer_norm(eps, steps.between(x).movedim(1, -1), weights["norm.weight"]).clamp(min=0)
-    return steps.between(x.movedim(-1, 1)), real[:, ::2]
+    return steps.between(x.movedim(-1, 1))
 
 
-def _feed_forward(steps: Steps, plan: AudioPlan, weights: PartWeights, of: str, x: Frames) -> Frames:
+def _feed_forward(steps: Steps, plan: AudioTower, weights: PartWeights, of: str, x: Frames) -> Frames:
     """What half a feed-forward adds. Source: `Gemma4AudioFeedForward`."""
     dtype = weights[f"{of}.pre_layer_norm.weight"].dtype
     x = limited(x, plan.clipping, dtype)
@@ -144,7 +150,7 @@ def _feed_forward(steps: Steps, plan: AudioPlan, weights: PartWeights, of: str, 
     return plan.residual_weight * steps.between(x)
 
 
-def _convolve(steps: Steps, plan: AudioPlan, weights: PartWeights, x: Frames) -> Frames:
+def _convolve(steps: Steps, plan: AudioTower, weights: PartWeights, x: Frames) -> Frames:
     """What the light convolution adds: each channel mixed over the last frames.
 
     Source: `Gemma4AudioLightConv1d`.
@@ -160,7 +166,7 @@ def _convolve(steps: Steps, plan: AudioPlan, weights: PartWeights, x: Frames) ->
     return clipped_linear(weights, "lconv1d.linear_end", x, clipped=plan.clipped)
 
 
-def _attend(steps: Steps, plan: AudioPlan, weights: PartWeights, x: Frames, real: FrameMask) -> Frames:
+def _attend(steps: Steps, plan: AudioTower, weights: PartWeights, x: Frames, real: FrameMask) -> Frames:
     """The attention's answer, before its norm.
 
         score = cap * tanh((query . key + query . embedding of the distance) / cap)
@@ -198,7 +204,7 @@ def _attend(steps: Steps, plan: AudioPlan, weights: PartWeights, x: Frames, real
 
 
 def _by_distance(
-    steps: Steps, plan: AudioPlan, weights: PartWeights, queries: Tensor, back: Tensor
+    steps: Steps, plan: AudioTower, weights: PartWeights, queries: Tensor, back: Tensor
 ) -> Float[Tensor, "audios heads frames context"]:
     """What each query makes of how far back a key lies.
 
@@ -216,9 +222,9 @@ def _by_distance(
     return by_known.gather(-1, index) * inside
 
 
-def _plan(weights: Weights) -> AudioPlan:
+def _plan(weights: Weights) -> AudioTower:
     plan = None if weights.towers is None else weights.towers.audio
-    if not isinstance(plan, AudioPlan):
+    if not isinstance(plan, AudioTower):
         raise BadArgument(
             "these weights have no audio tower; pass a gemma4 wrapper's config and state_dict()."
         )

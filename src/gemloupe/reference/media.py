@@ -16,10 +16,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import BadArgument
-from ..layouts import Residual, SoftTokens, TokenMask, Tokens
+from ..layouts import ImageFeatures, Residual, TokenMask, Tokens
 from .audio import audio_parts
 from .steps import Given, taken
-from .towers import AudioPlan, Towers, VisionPlan
+from .towers import AudioTower, Towers, VisionTower
 from .unified import frames_parts, patches_parts
 from .vision import vision_parts
 from .weights import Weights
@@ -119,28 +119,30 @@ def scattered(
             features = found.get(name)
             yield found
         assert features is not None  # a medium ends in its features
-        mask = masks.get(f"{host}.{kind}_token_mask", torch.zeros_like(input_ids, dtype=torch.bool))
+        mask = masks[f"{host}.{kind}_token_mask"]
         stream = _replaced(kind, stream, mask, weights.real(taken(of_kind, name, features)))
     return stream
 
 
 def _parts(weights: Weights, media: Media, kind: str, given: Given | None) -> Iterator[dict[str, Tensor]]:
     towers = _towers(weights)
+    if (towers.audio if kind == "audio" else towers.vision) is None:
+        raise BadArgument(f"this model takes no {kind}: its config has no tower or embedder for it.")
     if kind == "audio":
         assert media.input_features is not None
         assert media.input_features_mask is not None
-        parts = audio_parts if isinstance(towers.audio, AudioPlan) else frames_parts
+        parts = audio_parts if isinstance(towers.audio, AudioTower) else frames_parts
         return parts(weights, media.input_features, media.input_features_mask, given=given)
     pixels, places = media.pixel_values, media.image_position_ids
     if kind == "video":
         pixels, places = media.pixel_values_videos, media.video_position_ids
     assert pixels is not None
     assert places is not None
-    parts = vision_parts if isinstance(towers.vision, VisionPlan) else patches_parts
+    parts = vision_parts if isinstance(towers.vision, VisionTower) else patches_parts
     return parts(weights, pixels, places, features=f"{kind}_features", given=given)
 
 
-def _replaced(kind: str, stream: Residual, mask: TokenMask, features: SoftTokens) -> Residual:
+def _replaced(kind: str, stream: Residual, mask: TokenMask, features: ImageFeatures) -> Residual:
     if int(mask.sum()) != len(features):
         raise BadArgument(
             f"the text has {int(mask.sum())} {kind} tokens, and the features are {len(features)}."

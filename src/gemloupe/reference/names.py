@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from ..plan import BlockPlan, ModelPlan
-from .towers import AudioPlan, Towers, VisionPlan
+from .towers import AudioTower, Towers, VisionTower
 
 __all__ = ["names", "names_of", "pieces", "place"]
 
@@ -73,14 +73,14 @@ _TOKEN_MASKS: Final = {
     "audio": ("audio", "audio_token_mask"),
 }
 _PATCHES: Final = ("vision.patch_mask", "vision.patch_embeddings")
-_FRAMES: Final = ("audio.frame_mask", "audio.frame_embeddings")
-_SOUND: Final = ("audio.tower_output", "audio_projector.soft_tokens", "audio.audio_features")
-_RAW_SOUND: Final = (
+_FRAMES: Final = ("audio.frame_embeddings",)
+_SOUND: Final = (
     "audio.tower_output",
-    "audio.frame_mask",
     "audio_projector.soft_tokens",
+    "audio.frame_mask",
     "audio.audio_features",
 )
+_RAW_SOUND: Final = ("audio.tower_output", "audio.frame_mask", "audio.audio_features")
 # A vision block has all that a text block has that computes its keys, has no experts and no per-layer input.
 _OF_VISION_BLOCK: Final = tuple(
     name for name, has_it in _OF_BLOCK.items() if has_it in (_every, _computes_keys)
@@ -125,16 +125,16 @@ def pieces(
 
 
 def _of_medium(towers: Towers, kind: str) -> list[tuple[str, ...]]:
-    if kind == "audio" and isinstance(towers.audio, AudioPlan):
+    if kind == "audio" and isinstance(towers.audio, AudioTower):
         blocks = [_in("audio.", i, _OF_AUDIO_BLOCK) for i in range(towers.audio.num_layers)]
         return [_FRAMES, *blocks, _SOUND]
     if kind == "audio":
         return [_RAW_SOUND]
-    exit_ = ("vision.tower_output", "projector.soft_tokens", f"vision.{kind}_features")
-    if isinstance(towers.vision, VisionPlan):
+    output, features = "vision.tower_output", f"vision.{kind}_features"
+    if isinstance(towers.vision, VisionTower):
         blocks = [_in("vision.", i, _OF_VISION_BLOCK) for i in range(towers.vision.num_layers)]
-        return [_PATCHES, *blocks, exit_]
-    return [_PATCHES + exit_]
+        return [_PATCHES, *blocks, (output, "projector.soft_tokens", features)]
+    return [(*_PATCHES, output, features)]
 
 
 def _in(host: str, index: int, inside: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from typing import Any, Final
 from ..errors import UnsupportedModel
 from ..plan import WRAPPERS, Narrowed, Shapes, field_refusals
 
-__all__ = ["AudioPlan", "FramesPlan", "PatchesPlan", "Towers", "VisionPlan", "towers"]
+__all__ = ["AudioTower", "PatchEmbedder", "RawFrames", "Towers", "VisionTower", "towers"]
 
 
 @dataclass(frozen=True)
-class VisionPlan:
+class VisionTower:
     """The vision tower of a `gemma4` wrapper. Source: `Gemma4VisionModel`."""
 
     hidden_size: int
@@ -72,7 +72,7 @@ class VisionPlan:
 
 
 @dataclass(frozen=True)
-class PatchesPlan:
+class PatchEmbedder:
     """The patch embedder of a `gemma4_unified` wrapper. Source: `Gemma4UnifiedVisionEmbedder`."""
 
     patch_size: int
@@ -97,7 +97,7 @@ class PatchesPlan:
 
 
 @dataclass(frozen=True)
-class AudioPlan:
+class AudioTower:
     """The audio tower of a `gemma4` wrapper. Source: `Gemma4AudioModel`."""
 
     hidden_size: int
@@ -166,7 +166,7 @@ class AudioPlan:
 
 
 @dataclass(frozen=True)
-class FramesPlan:
+class RawFrames:
     """The frames of sound that a `gemma4_unified` wrapper projects as they are."""
 
     output_size: int
@@ -178,8 +178,8 @@ class FramesPlan:
 class Towers:
     """What a wrapper's config says beside its text model."""
 
-    vision: VisionPlan | PatchesPlan | None
-    audio: AudioPlan | FramesPlan | None
+    vision: VisionTower | PatchEmbedder | None
+    audio: AudioTower | RawFrames | None
     image_token: int | None
     video_token: int | None
     audio_token: int | None
@@ -192,7 +192,7 @@ class Towers:
         """The tensors of a wrapper's state dict beside the text model's, by their names there."""
         shapes: Shapes = {}
         projector = "embedding_projection.weight"
-        if isinstance(self.vision, VisionPlan):
+        if isinstance(self.vision, VisionTower):
             shapes |= _under("model.vision_tower.", self.vision.shapes())
             shapes[f"model.embed_vision.{projector}"] = (self.text_size, self.vision.hidden_size)
         elif self.vision is not None:
@@ -201,7 +201,7 @@ class Towers:
                 self.text_size,
                 self.vision.hidden_size,
             )
-        if isinstance(self.audio, AudioPlan):
+        if isinstance(self.audio, AudioTower):
             shapes |= _under("model.audio_tower.", self.audio.shapes())
         if self.audio is not None:
             shapes[f"model.embed_audio.{projector}"] = (self.text_size, self.audio.output_size)
@@ -234,8 +234,8 @@ def towers(config: Any) -> Towers | None:
 # ---- a config's fields ------------------------------------------------------------------------------------
 
 
-def _vision(config: Any) -> VisionPlan:
-    return VisionPlan(
+def _vision(config: Any) -> VisionTower:
+    return VisionTower(
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_layers=config.num_hidden_layers,
@@ -252,8 +252,8 @@ def _vision(config: Any) -> VisionPlan:
     )
 
 
-def _patches(config: Any) -> PatchesPlan:
-    return PatchesPlan(
+def _patches(config: Any) -> PatchEmbedder:
+    return PatchEmbedder(
         patch_size=config.patch_size * config.pooling_kernel_size,
         hidden_size=config.mm_embed_dim,
         table_size=config.mm_posemb_size,
@@ -261,9 +261,9 @@ def _patches(config: Any) -> PatchesPlan:
     )
 
 
-def _audio(config: Any) -> AudioPlan:
+def _audio(config: Any) -> AudioTower:
     first, second = config.subsampling_conv_channels
-    return AudioPlan(
+    return AudioTower(
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
         num_heads=config.num_attention_heads,
@@ -282,8 +282,8 @@ def _audio(config: Any) -> AudioPlan:
     )
 
 
-def _frames(config: Any) -> FramesPlan:
-    return FramesPlan(output_size=config.audio_embed_dim, norm_eps=config.rms_norm_eps)
+def _frames(config: Any) -> RawFrames:
+    return RawFrames(output_size=config.audio_embed_dim, norm_eps=config.rms_norm_eps)
 
 
 _PLANS: Final = {

@@ -1,10 +1,10 @@
 """The media of a `gemma4_unified` wrapper, which has no towers: merged patches and raw frames of sound.
 
     patch_embeddings = layer_norm(patch_dense(layer_norm(pixels)))
-    soft token       = layer_norm(patch_embeddings + table[x][0] + table[y][1])
-    feature          = projection(soft token / rms)
+    tower_output     = layer_norm(patch_embeddings + table[x][0] + table[y][1])
+    feature          = projection(tower_output / rms)
 
-A frame of sound is a soft token as it is. Padded rows leave no feature.
+A frame of sound is projected as it is. Padded rows leave no feature.
 Source: `Gemma4UnifiedVisionEmbedder` and `Gemma4UnifiedMultimodalEmbedder`.
 """
 
@@ -20,7 +20,7 @@ from ..errors import BadArgument
 from .ops import linear
 from .steps import Given, Steps
 from .tower_ops import check_patches, layer_norm, project
-from .towers import FramesPlan, PatchesPlan
+from .towers import PatchEmbedder, RawFrames
 from .weights import Weights
 
 __all__ = ["frames_parts", "patches_parts"]
@@ -56,7 +56,6 @@ def patches_parts(
         place = places[..., axis]
         x = x + table[place.clamp(min=0), axis].double() * place.ne(-1)[..., None]
     x = steps("vision.tower_output", normed("pos_norm", steps.between(x)))
-    x = steps("projector.soft_tokens", x)
     projected = project(weights.under("model.embed_vision.multimodal_embedder."), plan.norm_eps, x)
     steps(f"vision.{features}", projected[real])
     yield steps.found
@@ -80,24 +79,23 @@ def frames_parts(
     real = real.to(weights.device).bool()
     frames = steps("audio.tower_output", weights.real(sounds))
     steps("audio.frame_mask", real)
-    soft = steps("audio_projector.soft_tokens", frames)
-    projected = project(weights.under("model.embed_audio."), plan.norm_eps, steps.between(soft))
+    projected = project(weights.under("model.embed_audio."), plan.norm_eps, steps.between(frames))
     steps("audio.audio_features", projected[real])
     yield steps.found
 
 
-def _patches_plan(weights: Weights) -> PatchesPlan:
+def _patches_plan(weights: Weights) -> PatchEmbedder:
     plan = None if weights.towers is None else weights.towers.vision
-    if not isinstance(plan, PatchesPlan):
+    if not isinstance(plan, PatchEmbedder):
         raise BadArgument(
             "these weights embed no patches; pass a gemma4_unified wrapper's config and weights."
         )
     return plan
 
 
-def _frames_plan(weights: Weights) -> FramesPlan:
+def _frames_plan(weights: Weights) -> RawFrames:
     plan = None if weights.towers is None else weights.towers.audio
-    if not isinstance(plan, FramesPlan):
+    if not isinstance(plan, RawFrames):
         raise BadArgument(
             "these weights embed no frames; pass a gemma4_unified wrapper's config and weights."
         )

@@ -20,12 +20,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import BadArgument
-from ..layouts import Keys, Patches, PatchMask, SoftTokens
+from ..layouts import Keys, Patches, PatchMask, PooledPatches
 from .attention import mix
 from .ops import gelu_tanh, linear, residual, rmsnorm, rmsnorm_unit, rope_std
 from .steps import SINGLE, Given, Steps, taken
 from .tower_ops import check_patches, clipped_linear, project
-from .towers import VisionPlan
+from .towers import VisionTower
 from .weights import PartWeights, Weights
 
 __all__ = ["pooled", "real_patches", "vision_block", "vision_entrance", "vision_parts"]
@@ -133,7 +133,7 @@ def _place_embeddings(weights: Weights, places: Places) -> Patches:
     return added * real_patches(places)[..., None]
 
 
-def _attend(steps: Steps, plan: VisionPlan, weights: PartWeights, x: Patches, places: Places) -> Patches:
+def _attend(steps: Steps, plan: VisionTower, weights: PartWeights, x: Patches, places: Places) -> Patches:
     """`o_proj`'s output."""
 
     def heads(of: str) -> ByHead:
@@ -150,7 +150,7 @@ def _attend(steps: Steps, plan: VisionPlan, weights: PartWeights, x: Patches, pl
     return clipped_linear(weights, "self_attn.o_proj", mixed.flatten(2), clipped=plan.clipped)
 
 
-def _turned(steps: Steps, plan: VisionPlan, heads: ByHead, places: Places) -> ByHead:
+def _turned(steps: Steps, plan: VisionTower, heads: ByHead, places: Places) -> ByHead:
     """The rotary embedding: the first half of a head turns with the column, the second with the row.
 
     Source: `Gemma4VisionRotaryEmbedding` and `apply_multidimensional_rope`.
@@ -168,7 +168,7 @@ def _visible(places: Places) -> Bool[Tensor, "images query key"]:
     return real[:, None].expand(-1, real.shape[1], -1)
 
 
-def _means(stream: Patches, places: Places, pooling: int) -> SoftTokens:
+def _means(stream: Patches, places: Places, pooling: int) -> PooledPatches:
     """The mean of each square of `pooling` by `pooling` patches, the squares of an image row by row."""
     means = []
     for patches, place, real in zip(stream, places, real_patches(places), strict=True):
@@ -180,16 +180,16 @@ def _means(stream: Patches, places: Places, pooling: int) -> SoftTokens:
     return torch.cat(means)
 
 
-def _plan(weights: Weights) -> VisionPlan:
+def _plan(weights: Weights) -> VisionTower:
     plan = None if weights.towers is None else weights.towers.vision
-    if not isinstance(plan, VisionPlan):
+    if not isinstance(plan, VisionTower):
         raise BadArgument(
             "these weights have no vision tower; pass a gemma4 wrapper's config and state_dict()."
         )
     return plan
 
 
-def _check(plan: VisionPlan, pixels: Tensor, places: Tensor) -> None:
+def _check(plan: VisionTower, pixels: Tensor, places: Tensor) -> None:
     check_patches(pixels, places, patch_size=plan.patch_size, table_size=plan.table_size)
     if pixels.shape[1] % plan.pooling**2:
         raise BadArgument(
