@@ -134,8 +134,9 @@ def _halved(
 ) -> Float[Tensor, "audios channels frames bins"]:
     """A convolution over 3 frames and 3 bins about every other one, its channels normed and rectified."""
     x = conv2d(x * real[:, None, :, None], weights["conv.weight"].double(), stride=2, padding=1)
-    x = layer_norm(eps, steps.between(x).movedim(1, -1), weights["norm.weight"]).clamp(min=0)
-    return steps.between(x.movedim(-1, 1))
+    x = steps.between(x.movedim(1, -1))
+    x = steps.between(layer_norm(eps, x, weights["norm.weight"]).clamp(min=0))
+    return x.movedim(-1, 1)
 
 
 def _feed_forward(steps: Steps, plan: AudioTower, weights: PartWeights, of: str, x: Frames) -> Frames:

@@ -107,20 +107,24 @@ def parts(
     def after(found: dict[str, Tensor], name: str) -> Tensor:
         return weights.real(taken(given, name, found[name]))
 
+    # What is given of a piece is asked for before the piece is handed on.
+    for_blocks: Tensor | None = None
     if media is None:
         found = entrance(weights, as_text, given=given)
         stream = after(found, "token_embeddings")
+        if weights.plan.per_layer_input_size:
+            for_blocks = after(found, "per_layer_inputs")
         yield found
     else:
-        embedded = embeddings(weights, as_text, given=given)
-        stream = after(embedded, "token_embeddings")
-        yield embedded
+        found = embeddings(weights, as_text, given=given)
+        stream = after(found, "token_embeddings")
+        by_token = after(found, "per_layer_token_inputs") if weights.plan.per_layer_input_size else None
+        yield found
         stream = yield from scattered(weights, media, input_ids, stream, given=given)
-        found = {}
-        if weights.plan.per_layer_input_size:
-            found = per_layer_inputs(weights, stream, after(embedded, "per_layer_token_inputs"), given=given)
+        if by_token is not None:
+            found = per_layer_inputs(weights, stream, by_token, given=given)
+            for_blocks = after(found, "per_layer_inputs")
             yield found
-    for_blocks = after(found, "per_layer_inputs") if weights.plan.per_layer_input_size else None
 
     seen = attention_mask if cache is None else cache.see(attention_mask)
     if images is not None:

@@ -114,13 +114,12 @@ def scattered(
             continue
         host = "audio" if kind == "audio" else "vision"
         of_kind = _beside_images(given) if kind == "video" and "image" in media.kinds else given
-        name, features = f"{host}.{kind}_features", None
+        name = f"{host}.{kind}_features"
         for found in _parts(weights, media, kind, of_kind):
-            features = found.get(name)
+            if name in found:
+                features = weights.real(taken(of_kind, name, found[name]))
+                stream = _replaced(kind, stream, masks[f"{host}.{kind}_token_mask"], features)
             yield found
-        assert features is not None  # a medium ends in its features
-        mask = masks[f"{host}.{kind}_token_mask"]
-        stream = _replaced(kind, stream, mask, weights.real(taken(of_kind, name, features)))
     return stream
 
 
