@@ -25,7 +25,7 @@ from .families import family
 from .loading import read_config, text_config
 from .plan import BlockPlan, ModelPlan, TowerBlockPlan
 from .served import Served, served_values
-from .support import HOSTS, TEXT_HOSTS, SupportRow, num_blocks, spans
+from .support import HOSTS, TEXT_HOSTS, SupportRow, by_reason, num_blocks, spans
 from .targets import tiny_target
 from .traps import traps
 
@@ -172,6 +172,7 @@ def _row(plan: ModelPlan, pattern: str, name: str, value: Served) -> SupportRow:
         num_blocks=blocks if per_block else 0,
         available=bool(having),
         reason=next((reason for reason in reasons if reason is not None), None),
+        lacking=by_reason(reasons, per_block=per_block and blocks > 0),
     )
 
 

@@ -9,7 +9,7 @@ A config field that could change the computation and that no table below lists i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
@@ -53,13 +53,14 @@ CONSIDERED: Final[dict[str, frozenset[str]]] = {
     "gemma4_unified": _WRAPPER_FIELDS,
 }
 
-# {field: (the values it may have, why not others)}
-_NARROWED_TEXT: Final[dict[str, tuple[tuple[Any, ...], str]]] = {
+# (the values that a field may have, why not others)
+Narrowed = tuple[tuple[Any, ...], str]
+_NARROWED_TEXT: Final[dict[str, Narrowed]] = {
     "hidden_activation": (("gelu_pytorch_tanh",), "the definitions know this activation alone"),
     "attention_bias": ((False,), "no Gemma 4 projection has a bias, and the definitions add none"),
     "use_bidirectional_attention": ((None, "vision", "all"), "transformers knows these masks alone"),
 }
-NARROWED: Final[dict[str, dict[str, tuple[tuple[Any, ...], str]]]] = {
+NARROWED: Final[dict[str, dict[str, Narrowed]]] = {
     "gemma4_text": _NARROWED_TEXT,
     "gemma4_unified_text": {
         **_NARROWED_TEXT,
@@ -462,20 +463,26 @@ def _refusals(config: Any) -> Iterator[str]:
         yield f"model_type={model_type!r} is not one that Gemloupe knows: {', '.join(CONSIDERED)}."
     if not hasattr(config, "to_dict"):
         yield f"plan() takes a transformers config, not a {type(config).__name__}: pass model.config."
-    yield from _field_refusals(config, "config")
+    yield from _own_field_refusals(config, "config")
     text = config
     if (expected := WRAPPERS.get(config.model_type)) is not None:
         text = config.text_config
         if (found := getattr(text, "model_type", None)) != expected:
             yield f"config.text_config.model_type={found!r}: {config.model_type} wraps {expected!r}."
-        yield from _field_refusals(text, "config.text_config")
+        yield from _own_field_refusals(text, "config.text_config")
     stored = text.to_dict()
     for check in (_layer_refusals, _size_refusals, _rotary_refusals, _sharing_refusals, _mixture_refusals):
         yield from check(stored)
 
 
-def _field_refusals(config: Any, path: str) -> Iterator[str]:
-    considered, narrowed = CONSIDERED[config.model_type], NARROWED[config.model_type]
+def _own_field_refusals(config: Any, path: str) -> Iterator[str]:
+    return field_refusals(config, path, CONSIDERED[config.model_type], NARROWED[config.model_type])
+
+
+def field_refusals(
+    config: Any, path: str, considered: frozenset[str], narrowed: Mapping[str, Narrowed]
+) -> Iterator[str]:
+    """A reason for each field of a config that says what is not known, or what nobody has considered."""
     defaults = _base_defaults(config)
     for name, value in config.to_dict().items():
         if name in narrowed:

@@ -33,7 +33,17 @@ if TYPE_CHECKING:
     from .plan import ModelPlan
     from .references import Reference
 
-__all__ = ["HOSTS", "MEDIA_HOSTS", "TEXT_HOSTS", "Support", "SupportRow", "num_blocks", "support", "why_not"]
+__all__ = [
+    "HOSTS",
+    "MEDIA_HOSTS",
+    "TEXT_HOSTS",
+    "Support",
+    "SupportRow",
+    "by_reason",
+    "num_blocks",
+    "support",
+    "why_not",
+]
 
 TEXT_HOSTS: dict[str, type] = {
     "": Root,
@@ -89,6 +99,8 @@ class SupportRow:
     """Whether any place has it."""
     reason: str | None
     """Why the first place that lacks it does."""
+    lacking: tuple[tuple[tuple[int, ...], str], ...]
+    """The blocks that lack it, with their reason: a pair for each reason."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,10 @@ class Support:
         return spans(row.blocks) if row.blocks else "no block"
 
     def _reason(self, row: SupportRow) -> str:
-        return (row.reason or "").split("\n")[0]
+        lines = [(blocks, reason.split("\n")[0]) for blocks, reason in row.lacking]
+        if len(lines) == 1:
+            return lines[0][1]
+        return "\n".join(f"{spans(blocks)}: {reason}" for blocks, reason in lines)
 
     def __str__(self) -> str:
         console = Console(width=150, color_system=None)
@@ -167,6 +182,23 @@ def _row(model: Any, pattern: str, name: str, served: Served) -> SupportRow:
         num_blocks=blocks if per_block else 0,
         available=bool(having),
         reason=next((reason for reason in reasons if reason is not None), None),
+        lacking=by_reason(reasons, per_block=blocks > 0 and per_block),
+    )
+
+
+def by_reason(reasons: list[str | None], per_block: bool) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """The blocks of each reason; a reason that names its own block is one with those of its like.
+
+    Of several blocks it says "each": `each computes no keys, it borrows block 3's`.
+    """
+    alike: dict[str, dict[int, str]] = {}
+    for index, reason in enumerate(reasons):
+        if reason is not None:
+            first = reason.split("\n")[0]  # the rest is what to write for that block
+            alike.setdefault(first.replace(f"block {index} ", "each ", 1), {})[index] = reason
+    return tuple(
+        (tuple(blocks) if per_block else (), said if len(blocks) > 1 else next(iter(blocks.values())))
+        for said, blocks in alike.items()
     )
 
 

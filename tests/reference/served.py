@@ -80,28 +80,12 @@ class Case:
             inputs = padded(rows)
             values = forward(self.weights.plan, self.state, inputs["input_ids"], inputs["attention_mask"])
             indices = range(self.plan.num_layers)
-            if all(self.routes_clearly(values, i) and self._branches_clearly(values, i) for i in indices):
+            if all(
+                routes_clearly(self.plan, values, i) and branches_clearly(self.weights, values, i)
+                for i in indices
+            ):
                 return inputs
         raise AssertionError
-
-    def routes_clearly(self, values: dict[str, Tensor], index: int) -> bool:
-        """Whether rounding leaves every token's experts, and their order, as they are."""
-        if (top_k := self.plan.blocks[index].top_k) is None:
-            return True
-        probabilities = values[f"layers[{index}].mlp.router_probabilities"]
-        gaps = -probabilities.sort(-1, descending=True).values[..., : top_k + 1].diff()
-        return bool(gaps.min() > 1e-5)
-
-    def _branches_clearly(self, values: dict[str, Tensor], index: int) -> bool:
-        """Whether every token's per-layer branch is more than the rounding of what enters it."""
-        if not self.plan.blocks[index].has_per_layer_input:
-            return True
-        at = f"layers[{index}]"
-        stream = values[f"{at}.mid_stream"] + values[f"{at}.mlp.mlp_output"]
-        gate = stream @ self.weights.of_block(index)["per_layer_input_gate.weight"].double().T
-        branch = torch.nn.functional.gelu(gate) * values[f"{at}.per_layer_input"]
-        real = values["attention_mask"].bool()
-        return bool(branch.abs().amax(-1)[real].min() > 0.2)  # it is 5 for a token in the middle
 
     @property
     def mask(self) -> Tensor:
@@ -112,6 +96,27 @@ class Case:
         """Every value of one forward, as the wrapped model serves it."""
         found = self.model.collect(self.inputs, list(names(self.plan)))
         return {name: found[name] for name in names(self.plan)}
+
+
+def routes_clearly(plan: ModelPlan, values: dict[str, Tensor], index: int) -> bool:
+    """Whether rounding leaves every token's experts, and their order, as they are."""
+    if (top_k := plan.blocks[index].top_k) is None:
+        return True
+    probabilities = values[f"layers[{index}].mlp.router_probabilities"]
+    gaps = -probabilities.sort(-1, descending=True).values[..., : top_k + 1].diff()
+    return bool(gaps.min() > 1e-5)
+
+
+def branches_clearly(weights: Weights, values: dict[str, Tensor], index: int, *, least: float = 0.2) -> bool:
+    """Whether every token's per-layer branch is more than the rounding of what enters it."""
+    if not weights.plan.blocks[index].has_per_layer_input:
+        return True
+    at = f"layers[{index}]"
+    stream = values[f"{at}.mid_stream"] + values[f"{at}.mlp.mlp_output"]
+    gate = stream @ weights.of_block(index)["per_layer_input_gate.weight"].double().T
+    branch = torch.nn.functional.gelu(gate) * values[f"{at}.per_layer_input"]
+    real = values["attention_mask"].bool()
+    return bool(branch.abs().amax(-1)[real].min() > least)  # it is 5 for a token in the middle
 
 
 @cache

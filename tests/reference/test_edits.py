@@ -14,7 +14,7 @@ from gemloupe.paths import find
 from gemloupe.reference import forward, names
 from gemloupe.reference.steps import SINGLE
 from gemloupe.testing import SHAPES
-from tests.reference.served import Case, case, difference, layout
+from tests.reference.served import Case, case, difference, layout, routes_clearly
 
 BY_STEP: Final = 5e-6
 END_TO_END: Final = 2e-4
@@ -96,7 +96,7 @@ def check(one: Case, name: str) -> None:
     for _ in count():
         value = edited(name, one.collected[name], random)
         expected = with_given(one, {name: value})
-        if all(one.routes_clearly(expected, index) for index in range(one.plan.num_layers)):
+        if all(routes_clearly(one.plan, expected, index) for index in range(one.plan.num_layers)):
             break
     found = answer(one.model, one.inputs, name, value)
     assert difference("logits", one.collected["logits"], expected["logits"], one.mask) > 1e-3, name

@@ -57,7 +57,7 @@ mlp.mlp_output    1       nan of 2.0e-05                                        
 logits                    inf of 2.0e-05                                              NO
 
 Not compared
-  layers[i].self_attn.own_keys, layers[i].self_attn.own_values on blocks 1: block 1 computes no keys, it"""
+  layers[i].self_attn.own_keys, layers[i].self_attn.own_values on block 1: block 1 computes no keys, it"""
 
 
 def test_the_text_of_a_report():

@@ -110,7 +110,10 @@ def test_something_else_than_a_wrapped_model_is_refused(thing: Any):
 
 IDS = torch.tensor([[2, 30, 40, 0]])
 WRONG: dict[str, tuple[Any, str]] = {
-    "pixels": ({"input_ids": IDS, "pixel_values": torch.ones(1)}, "not pixel_values"),
+    "pixels": (
+        {"input_ids": IDS, "pixel_values": torch.ones(1)},
+        "given pixel_values, and this load of the model takes text alone",
+    ),
     "positions": ({"input_ids": IDS, "position_ids": IDS}, "not position_ids"),
     "padding on the right": (
         {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]])},
@@ -121,7 +124,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no real token": ({"input_ids": IDS, "attention_mask": torch.zeros(1, 4).long()}, "pad on the left"),
     "no ids": ({"attention_mask": IDS}, "verify takes text, or token ids"),
     "floats": (IDS.float(), "not Tensor"),
-    "nothing": ([], "not list"),
+    "nothing": ([], "the list is empty. Leave it out for the built-in prompts."),
     "a number": (3, "not int"),
     "words and numbers": (["a", 3], "not list"),
     "three axes": (IDS[None], "verify takes text"),
@@ -144,7 +147,7 @@ def test_inputs_that_are_no_text_are_refused(case: str):
 def test_the_default_tokens_of_a_published_model(checkpoint: Any):
     plan = wrapped_plan(checkpoint)
     special = frozenset({1, 2, 258880, 255999})
-    (long, every), (ids, mask) = default_prompts(plan, special, 2)
+    (long, every, *_), (ids, mask, *_) = default_prompts(plan, special, 2)
     assert long.shape == (1, plan.sliding_window + 7)
     assert bool(every.all())
     assert not special & set(long[0, 1:].tolist())

@@ -4,6 +4,9 @@ It shares no code with transformers or with the envoys, and reads nothing but we
 
     ops        the operations, one function per formal definition
     block      one block, from the stream that enters it
+    vision, audio, unified
+               the towers of a wrapper, or what it has in their place
+    media      what they make of images, frames and sounds, in the place of tokens
     forward    the whole model, from token ids to every value by its standard name
     names      which values those are
     drawing    a block's data flow as an SVG
@@ -17,13 +20,17 @@ from __future__ import annotations
 from .block import block
 from .cache import Cache
 from .forward import entrance, forward, head, parts
+from .media import Media, runs_of_media
 from .names import names
 from .sight import Sight, sight
+from .towers import Towers, towers
 from .weights import Weights, text_names
 
 __all__ = [
     "Cache",
+    "Media",
     "Sight",
+    "Towers",
     "Weights",
     "block",
     "entrance",
@@ -31,6 +38,8 @@ __all__ = [
     "head",
     "names",
     "parts",
+    "runs_of_media",
     "sight",
     "text_names",
+    "towers",
 ]

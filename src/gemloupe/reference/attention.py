@@ -14,18 +14,18 @@ from __future__ import annotations
 from typing import Final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..layouts import Keys, Residual
+from ..layouts import HeadOutputs, Keys, Queries, Residual
 from ..plan import BlockPlan, RotaryPlan
 from .cache import Cache
 from .ops import gqa_logits, gqa_mix, linear, rmsnorm, rmsnorm_unit, rope, softmax
 from .sight import Sight
 from .steps import SINGLE, Steps
-from .weights import BlockWeights
+from .weights import PartWeights
 
-__all__ = ["attend"]
+__all__ = ["attend", "mix"]
 
 ByHead = Float[Tensor, "batch seq heads head_dim"]
 Positions = Int[Tensor, "batch seq"]
@@ -37,7 +37,7 @@ SCALE: Final = 1.0
 def attend(
     steps: Steps,
     plan: BlockPlan,
-    weights: BlockWeights,
+    weights: PartWeights,
     x: Residual,
     sight: Sight,
     eps: float,
@@ -56,27 +56,33 @@ def attend(
     else:
         keys, values = borrowed
     queries = _normed(weights, "q", _heads(plan, weights, "q", x), eps)
-    queries = steps(
-        "self_attn.attention_queries", _turned(steps, plan.rotary, queries, sight).transpose(1, 2)
-    )
-    keys = steps("self_attn.attention_keys", keys)
-    values = steps("self_attn.attention_values", values)
-
-    # Query head `c * group + g` reads key head `c`.
-    grouped = queries.transpose(1, 2).unflatten(2, (plan.num_kv_heads, -1))
-    logits = gqa_logits(SCALE, grouped, keys.transpose(1, 2)).flatten(1, 2)
-    hidden = ~sight.visible[plan.kind][:, None]
-    scores = steps("self_attn.attention_scores", logits.masked_fill(hidden, -torch.inf))
-    pattern = steps("self_attn.attention_probabilities", softmax(scores, scores > -torch.inf))
-    mixed = gqa_mix(pattern.unflatten(1, (plan.num_kv_heads, -1)), values.transpose(1, 2)).flatten(2, 3)
-    mixed = steps("self_attn.attention_head_outputs", mixed)
+    queries = _turned(steps, plan.rotary, queries, sight).transpose(1, 2)
+    mixed = mix(steps, queries, keys, values, sight.visible[plan.kind])
     return steps(
         "self_attn.attention_projection", linear(weights["self_attn.o_proj.weight"], mixed.flatten(2))
     )
 
 
+def mix(
+    steps: Steps, queries: Queries, keys: Keys, values: Keys, visible: Bool[Tensor, "batch query key"]
+) -> HeadOutputs:
+    """Each head's mix of the values that its queries see, which a vision tower's blocks compute alike."""
+    queries = steps("self_attn.attention_queries", queries)
+    keys = steps("self_attn.attention_keys", keys)
+    values = steps("self_attn.attention_values", values)
+
+    # Query head `c * group + g` reads key head `c`.
+    num_kv_heads = keys.shape[1]
+    grouped = queries.transpose(1, 2).unflatten(2, (num_kv_heads, -1))
+    logits = gqa_logits(SCALE, grouped, keys.transpose(1, 2)).flatten(1, 2)
+    scores = steps("self_attn.attention_scores", logits.masked_fill(~visible[:, None], -torch.inf))
+    pattern = steps("self_attn.attention_probabilities", softmax(scores, scores > -torch.inf))
+    mixed = gqa_mix(pattern.unflatten(1, (num_kv_heads, -1)), values.transpose(1, 2)).flatten(2, 3)
+    return steps("self_attn.attention_head_outputs", mixed)
+
+
 def _own(
-    steps: Steps, plan: BlockPlan, weights: BlockWeights, x: Residual, sight: Sight, eps: float
+    steps: Steps, plan: BlockPlan, weights: PartWeights, x: Residual, sight: Sight, eps: float
 ) -> tuple[Keys, Keys]:
     """The keys and values of these tokens, by a block that computes them."""
     projected = _heads(plan, weights, "k", x)
@@ -89,11 +95,11 @@ def _own(
     )
 
 
-def _heads(plan: BlockPlan, weights: BlockWeights, of: str, x: Residual) -> ByHead:
+def _heads(plan: BlockPlan, weights: PartWeights, of: str, x: Residual) -> ByHead:
     return linear(weights[f"self_attn.{of}_proj.weight"], x).unflatten(-1, (-1, plan.head_dim))
 
 
-def _normed(weights: BlockWeights, of: str, heads: ByHead, eps: float) -> ByHead:
+def _normed(weights: PartWeights, of: str, heads: ByHead, eps: float) -> ByHead:
     return rmsnorm(eps, heads, weights[f"self_attn.{of}_norm.weight"])
 
 

@@ -22,7 +22,7 @@ from .mixture import route
 from .ops import gate_up, gelu_mul, gelu_tanh, linear, residual, rmsnorm
 from .sight import Sight
 from .steps import SINGLE, Given, Steps
-from .weights import BlockWeights, Weights
+from .weights import PartWeights, Weights
 
 __all__ = ["block"]
 
@@ -93,13 +93,13 @@ def block(
     return steps.found
 
 
-def _dense(steps: Steps, weights: BlockWeights, x: Residual) -> Residual:
+def _dense(steps: Steps, weights: PartWeights, x: Residual) -> Residual:
     both = gate_up(weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"], x)
     neurons = steps("mlp.mlp_neurons", gelu_mul(both))
     return linear(weights["mlp.down_proj.weight"], neurons)
 
 
-def _per_layer(steps: Steps, weights: BlockWeights, x: Residual, given: PerLayerInput) -> Residual:
+def _per_layer(steps: Steps, weights: PartWeights, x: Residual, given: PerLayerInput) -> Residual:
     # For a token whose gates are shut next to nothing is left, which the norm then makes as large as any:
     # what rounding does between these is not small, so they are told.
     gate = steps.between(linear(weights["per_layer_input_gate.weight"], x))

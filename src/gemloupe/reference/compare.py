@@ -158,7 +158,13 @@ def choices(seen: Iterable[Seen]) -> Iterable[Seen]:
 
 
 def _by_token(layout: Layout, value: Tensor, real: Bool[Tensor, "batch seq"]) -> Tensor:
-    """A value's rows on real tokens, `[tokens ...]`; all of a value that has none for each token."""
+    """A value's rows on real tokens, `[tokens ...]`; all of a value that has none for each token.
+
+    Of a tower's values they are those of all patches and frames: padded ones run through every block too.
+    """
+    if layout.axes[0] != "batch":
+        rows = [axis for axis in ("patches", "frames", "query", "key") if axis in layout.axes]
+        return value.movedim(layout.axis(rows[0]), 1).flatten(0, 1) if rows else value
     axes = [axis for axis in ("seq", "query", "key") if axis in layout.axes]
     if not axes or value.shape[layout.axis(axes[0])] != real.shape[1]:
         return value

@@ -27,6 +27,7 @@ from torch import Tensor
 from ..layouts import Residual, Tokens
 from ..plan import ModelPlan
 from .forward import head, parts
+from .media import Media
 from .names import place
 from .ops import softmax
 from .steps import SINGLE, taken
@@ -55,6 +56,7 @@ _SINGLE: Final = 2**-23
 # What the look at a block takes from the model beside the experts, and what a borrowing block borrows.
 _ENTRANCES: Final = frozenset(
     {"token_embeddings", "per_layer_inputs", "layer_input", "per_layer_input", "layer_output"}
+    | {"image_features", "video_features", "audio_features"}
 )
 _BORROWED: Final = frozenset({"attention_keys", "attention_values"})
 
@@ -85,21 +87,28 @@ class Looks:
     kept but the streams and what is still to be borrowed.
 
     rounding: the most by which a value changes when it is rounded to the model's precision, relative to it.
+    images, media: as for `parts`.
 
     Raises: as `parts`.
     """
 
     def __init__(
-        self, weights: Weights, input_ids: Tokens, attention_mask: Tokens, *, rounding: float
+        self,
+        weights: Weights,
+        input_ids: Tokens,
+        attention_mask: Tokens,
+        *,
+        rounding: float,
+        images: Tokens | None = None,
+        media: Media | None = None,
     ) -> None:
         self._rounding = rounding
         self._tracks: dict[Look, list[_Track]] = {}
         for look, draws in _DRAWS.items():
             noises = (0.0, *(rounding for _ in range(draws)))
-            self._tracks[look] = [
-                _Track(look, weights, input_ids, attention_mask, noise, seed)
-                for seed, noise in enumerate(noises)
-            ]
+            self._tracks[look] = [_Track(look, weights, noise, seed) for seed, noise in enumerate(noises)]
+            for track in self._tracks[look]:
+                track.run(input_ids, attention_mask, images, media)
 
     def at(self, served: Mapping[str, Tensor]) -> Iterator[Seen]:
         """Every value of the next part, by each look."""
@@ -121,17 +130,23 @@ class Looks:
 class _Track:
     """One run of the reference: by one look, exactly or shaken."""
 
-    def __init__(
-        self, look: Look, weights: Weights, input_ids: Tokens, attention_mask: Tokens, noise: float, seed: int
-    ) -> None:
+    def __init__(self, look: Look, weights: Weights, noise: float, seed: int) -> None:
         self._look: Look = look
         self._weights = weights
         self._noise = noise
         self._random = torch.Generator(weights.device).manual_seed(seed)
         self._served: Mapping[str, Tensor] = {}
         self._stream: Residual | None = None
-        self._parts = parts(weights, input_ids, attention_mask, given=self._next)
+        self._parts: Iterator[dict[str, Tensor]] = iter(())
         self._leaving = f"layers[{weights.plan.num_layers - 1}].layer_output"
+
+    def run(
+        self, input_ids: Tokens, attention_mask: Tokens, images: Tokens | None, media: Media | None
+    ) -> None:
+        """Begin a forward, nothing of which is computed before it is asked for."""
+        self._parts = parts(
+            self._weights, input_ids, attention_mask, images=images, media=media, given=self._next
+        )
 
     def at(self, served: Mapping[str, Tensor]) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """The values of the next part; those of the head a few positions at a time."""
@@ -172,8 +187,9 @@ class _Track:
             return True
         if self._look == "whole":
             return False
-        borrows = block is not None and self._weights.plan.blocks[block].borrows_keys
-        return value in _ENTRANCES or (borrows and value in _BORROWED)
+        if block is None or value not in _BORROWED or not name.startswith("layers"):
+            return value in _ENTRANCES
+        return self._weights.plan.blocks[block].borrows_keys
 
 
 def _is_possible(plan: ModelPlan, name: str, served: Tensor) -> bool:

@@ -15,12 +15,12 @@ from ..layouts import ExpertIndices, ExpertOutputs, ExpertWeights, Residual
 from ..plan import BlockPlan
 from .ops import gelu_mul, linear, rmsnorm, rmsnorm_unit, softmax
 from .steps import Steps
-from .weights import BlockWeights
+from .weights import PartWeights
 
 __all__ = ["route"]
 
 
-def route(steps: Steps, plan: BlockPlan, weights: BlockWeights, stream: Residual, eps: float) -> Residual:
+def route(steps: Steps, plan: BlockPlan, weights: PartWeights, stream: Residual, eps: float) -> Residual:
     """The experts' answer to the stream after the attention's add, before its post-norm."""
     scaled = rmsnorm_unit(eps, stream) * weights["router.scale"].double() * stream.shape[-1] ** -0.5
     logits = steps("mlp.router_logits", linear(weights["router.proj.weight"], scaled))
@@ -34,13 +34,13 @@ def route(steps: Steps, plan: BlockPlan, weights: BlockWeights, stream: Residual
     return steps("mlp.routed_output", outputs.sum(-2))
 
 
-def _shares(weights: BlockWeights, probabilities: torch.Tensor, indices: ExpertIndices) -> ExpertWeights:
+def _shares(weights: PartWeights, probabilities: torch.Tensor, indices: ExpertIndices) -> ExpertWeights:
     chosen = probabilities.gather(-1, indices)
     return chosen / chosen.sum(-1, keepdim=True) * weights["router.per_expert_scale"].double()[indices]
 
 
 def _expert_outputs(
-    weights: BlockWeights, x: Residual, indices: ExpertIndices, shares: ExpertWeights
+    weights: PartWeights, x: Residual, indices: ExpertIndices, shares: ExpertWeights
 ) -> ExpertOutputs:
     gate_up, down = weights["experts.gate_up_proj"], weights["experts.down_proj"]
     outputs = x.new_zeros(*indices.shape, x.shape[-1])

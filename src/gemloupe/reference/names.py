@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Final
 
 from ..plan import BlockPlan, ModelPlan
+from .towers import AudioTower, Towers, VisionTower
 
-__all__ = ["names", "names_of", "place"]
+__all__ = ["names", "names_of", "pieces", "place"]
 
 Condition = Callable[[BlockPlan], bool]
 
@@ -58,15 +60,85 @@ _OF_BLOCK: Final[dict[str, Condition]] = {
     "per_layer_output": _has_per_layer_input,
     "layer_output": _every,
 }
-_INPUTS: Final = ("input_ids", "attention_mask", "token_embeddings")
-_PER_LAYER_INPUTS: Final = ("per_layer_token_inputs", "per_layer_context_inputs", "per_layer_inputs")
+_PLACE: Final = re.compile(r"((?:vision|audio)\.)?layers\[(\d+)\]\.(.*)")
+_INPUTS: Final = ("input_ids", "attention_mask")
+_BY_TOKEN: Final = ("token_embeddings", "per_layer_token_inputs")
+_BY_CONTEXT: Final = ("per_layer_context_inputs", "per_layer_inputs")
 _ANSWERS: Final = ("raw_logits", "logits", "next_token_probs")
 
+# {a medium: the host of what is scattered, and the name of its tokens' mask there}
+_TOKEN_MASKS: Final = {
+    "image": ("vision", "image_token_mask"),
+    "video": ("vision", "video_token_mask"),
+    "audio": ("audio", "audio_token_mask"),
+}
+_PATCHES: Final = ("vision.patch_mask", "vision.patch_embeddings")
+_FRAMES: Final = ("audio.frame_embeddings",)
+_SOUND: Final = (
+    "audio.tower_output",
+    "audio_projector.soft_tokens",
+    "audio.frame_mask",
+    "audio.audio_features",
+)
+_RAW_SOUND: Final = ("audio.tower_output", "audio.frame_mask", "audio.audio_features")
+# A vision block has all that a text block has that computes its keys, has no experts and no per-layer input.
+_OF_VISION_BLOCK: Final = tuple(
+    name for name, has_it in _OF_BLOCK.items() if has_it in (_every, _computes_keys)
+)
+_OF_AUDIO_BLOCK: Final = (
+    "layer_input",
+    "feed_forward1.mlp_output",
+    "self_attn.attention_output",
+    "lconv1d.convolution_output",
+    "feed_forward2.mlp_output",
+    "layer_output",
+)
 
-def names(plan: ModelPlan) -> tuple[str, ...]:
-    """Every value of a text-only forward of `plan`'s model, in forward order."""
-    of_blocks = (f"layers[{block.index}].{name}" for block in plan.blocks for name in names_of(block))
-    return (*_INPUTS, *(_PER_LAYER_INPUTS if plan.per_layer_input_size else ()), *of_blocks, *_ANSWERS)
+
+def names(
+    plan: ModelPlan, towers: Towers | None = None, media: frozenset[str] = frozenset()
+) -> tuple[str, ...]:
+    """Every value of a forward of `plan`'s model, in forward order.
+
+    towers, media: what the wrapper has, and which of `image`, `video`, `audio` the forward is given, if any.
+    """
+    return tuple(dict.fromkeys(name for piece in pieces(plan, towers, media) for name in piece))
+
+
+def pieces(
+    plan: ModelPlan, towers: Towers | None = None, media: frozenset[str] = frozenset()
+) -> tuple[tuple[str, ...], ...]:
+    """The same, in the pieces in which `parts` yields the values.
+
+    Where a forward has images and frames of video the tower runs once for each, and its names come twice.
+    """
+    by_token = _BY_TOKEN if plan.per_layer_input_size else _BY_TOKEN[:1]
+    by_context = _BY_CONTEXT if plan.per_layer_input_size else ()
+    blocks = (_in("", block.index, names_of(block)) for block in plan.blocks)
+    if towers is None or not media:
+        return (_INPUTS, by_token + by_context, *blocks, _ANSWERS)
+    hosts = {"vision": towers.vision, "audio": towers.audio}
+    masks = (f"{host}.{name}" for host, name in _TOKEN_MASKS.values() if hosts[host] is not None)
+    of_media = (piece for kind in _TOKEN_MASKS if kind in media for piece in _of_medium(towers, kind))
+    context = (by_context,) if by_context else ()
+    return ((*_INPUTS, *masks), by_token, *of_media, *context, *blocks, _ANSWERS)
+
+
+def _of_medium(towers: Towers, kind: str) -> list[tuple[str, ...]]:
+    if kind == "audio" and isinstance(towers.audio, AudioTower):
+        blocks = [_in("audio.", i, _OF_AUDIO_BLOCK) for i in range(towers.audio.num_layers)]
+        return [_FRAMES, *blocks, _SOUND]
+    if kind == "audio":
+        return [_RAW_SOUND]
+    output, features = "vision.tower_output", f"vision.{kind}_features"
+    if isinstance(towers.vision, VisionTower):
+        blocks = [_in("vision.", i, _OF_VISION_BLOCK) for i in range(towers.vision.num_layers)]
+        return [_PATCHES, *blocks, (output, "projector.soft_tokens", features)]
+    return [(*_PATCHES, output, features)]
+
+
+def _in(host: str, index: int, inside: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{host}layers[{index}].{name}" for name in inside)
 
 
 def names_of(block: BlockPlan) -> tuple[str, ...]:
@@ -75,9 +147,10 @@ def names_of(block: BlockPlan) -> tuple[str, ...]:
 
 
 def place(name: str) -> tuple[int | None, str]:
-    """The block of a value, `None` for one of the whole model, and its name there.
+    """The block of a value, `None` for one that is of no block, and its name there.
 
-    `layers[3].mlp.mlp_output` is block 3's `mlp.mlp_output`.
+    `layers[3].mlp.mlp_output` is block 3's `mlp.mlp_output`, and `vision.layers[3].mlp.mlp_output` is the
+    vision tower's block 3's `vision.mlp.mlp_output`.
     """
-    block, bracket, inside = name.removeprefix("layers[").partition("].")
-    return (int(block), inside) if bracket else (None, name)
+    match = _PLACE.fullmatch(name)
+    return (None, name) if match is None else (int(match[2]), f"{match[1] or ''}{match[3]}")

@@ -152,11 +152,12 @@ class Report:
         floors = ", ".join(f"{FLOOR[look]:g} by {look}" for look in LOOKS)
         loose = sum(row.tolerance >= 1 for row in self.rows)
         return (
-            f"A difference is the largest over the real tokens, in units of the value's scale, its largest "
-            f"magnitude. Allowed is what float32 costs ({floors}: transformers computes norms, router and "
-            f"rotary tables in it) or {MARGIN:g} times what one rounding to {self.precision} of every value "
-            f"does, whichever is more. One rounding is at most {self.rounding:.2g} of a number; what it does "
-            f"is measured, by running the reference again with every value off by that, up or down at random."
+            f"A difference is the largest over the real tokens, in a tower over all patches or frames, in "
+            f"units of the value's scale, its largest magnitude. Allowed is what float32 costs ({floors}: "
+            f"transformers computes norms, router and rotary tables in it) or {MARGIN:g} times what one "
+            f"rounding to {self.precision} of every value does, whichever is more. One rounding is at most "
+            f"{self.rounding:.2g} of a number; what it does is measured, by running the reference again with "
+            f"every value off by that, up or down at random."
             + (f" In {loose} rows that is more than the value itself: they say nothing." if loose else "")
         )
 
@@ -167,8 +168,7 @@ class Report:
         for absent in self.absent:
             alike.setdefault((absent.blocks, absent.reason), []).append(absent.name)
         return tuple(
-            f"{', '.join(names)}{'' if blocks is None else f' on blocks {spans(blocks)}'}: {reason}"
-            for (blocks, reason), names in alike.items()
+            f"{', '.join(names)}{_on(blocks)}: {reason}" for (blocks, reason), names in alike.items()
         )
 
     # -- as text ---------------------------------------------------------------------------------------------
@@ -260,6 +260,12 @@ class Report:
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text
+
+
+def _on(blocks: tuple[int, ...] | None) -> str:
+    if blocks is None:
+        return ""
+    return f" on block{'s' if len(blocks) > 1 else ''} {spans(blocks)}"
 
 
 def _worst(rows: Iterable[Row]) -> str:

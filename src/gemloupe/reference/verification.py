@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -20,18 +19,27 @@ from ..layouts import Layout
 from ..paths import find
 from ..plan import WRAPPERS
 from ..standardized import StandardizedTransformer
-from ..support import SupportRow
 from .compare import Difference, choices, compared, rounding_of
 from .looks import Look, Looks
-from .names import names, place
-from .prompts import Prompt, default_prompts, prompt_of
+from .media import runs_of_media
+from .names import names, pieces
+from .prompts import Prompt, default_prompts, media_prompt, prompt_of
 from .report import Absent, Report, Row
 from .sight import sight
+from .towers import towers
 from .weights import Weights
 
 __all__ = ["verify"]
 
 _COVERED: Final = tuple(WRAPPERS.values())
+
+# {where a path begins: the medium's host that it is of}
+_HOST_OF: Final = {
+    "vision": "vision",
+    "projector": "vision",
+    "audio": "audio",
+    "audio_projector": "audio",
+}
 
 Found = dict[tuple[str, Look], Difference]
 
@@ -70,8 +78,9 @@ def verify(model: StandardizedTransformer, inputs: Any = None, *, progress: bool
 
     model: a wrapped model; its weights are loaded if they are not yet.
     inputs: one forward's text or texts, token ids `[batch seq]`, or a mapping of `input_ids` and
-        `attention_mask`, padded on the left. Fixed tokens if not given: a sequence longer than the window,
-        and a padded batch.
+        `attention_mask`, padded on the left, and on a wrapper of what a processor makes of images, or frames
+        of video, and sounds. Fixed tokens if not given: a sequence longer than the window, a padded batch,
+        and on a wrapper with towers a text with two images, and a sound where it takes any.
     progress: show a bar on a terminal or in a notebook.
 
     The model is run by `trace`, edits of `model.edit()` included, and is left as it was. Beside it there are
@@ -91,27 +100,29 @@ def verify(model: StandardizedTransformer, inputs: Any = None, *, progress: bool
     state = module.state_dict()
     if model.plan.tied:
         state.pop("lm_head.weight", None)  # by its definition the embedding's, whatever stands there
-    weights = Weights(model.plan, state)
+    config = module.config
+    weights = Weights(model.plan, state, towers=towers(config))
     weights.check()
-    prompts = _prompts(model) if inputs is None else [prompt_of(inputs, model.tokenizer)]
-    _refuse_modalities(module.config, prompts)
+    prompts = _prompts(model, weights) if inputs is None else [_prompt(model, weights, inputs)]
+    _refuse_modalities(config, prompts)
     rounding = rounding_of(weights.dtypes)
-    places = [[name for name in part if model.has(name)] for part in _parts(names(model.plan))]
-    layouts = {name: _layout(model, name) for part in places for name in part}
+    places = [_places(model, weights, _media_of(prompt)) for prompt in prompts]
+    layouts = {name: _layout(model, name) for of in places for part in of for name in part}
     found: Found = {}
-    with _bar(progress, len(prompts) * len(places)) as advance:
-        for prompt in prompts:
-            _worse(found, _run(model, weights, prompt, places, layouts, rounding, advance))
-    order = {name: i for i, name in enumerate(layouts)}
+    with _bar(progress, sum(map(len, places))) as advance:
+        for prompt, of in zip(prompts, places, strict=True):
+            _worse(found, _run(model, weights, prompt, of, layouts, rounding, advance))
+    every = names(model.plan, weights.towers, frozenset().union(*map(_media_of, prompts)))
+    order = {name: i for i, name in enumerate(every)}
     rows = [Row(name, look, difference) for (name, look), difference in found.items()]
     return Report(
-        model=getattr(module.config, "_name_or_path", "") or type(module).__name__,
+        model=getattr(config, "_name_or_path", "") or type(module).__name__,
         num_layers=model.num_layers,
         precision=", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weights.dtypes)),
         rounding=rounding,
-        tokens=tuple((ids.shape[0], ids.shape[1]) for ids, _ in prompts),
+        tokens=tuple((prompt.ids.shape[0], prompt.ids.shape[1]) for prompt in prompts),
         rows=tuple(sorted(rows, key=lambda row: order[row.name])),
-        absent=tuple(_absent(model)),
+        absent=(*_absent(model), *_not_run(weights, prompts)),
         seconds=time.perf_counter() - begun,
     )
 
@@ -138,20 +149,49 @@ def _refuse_modalities(config: Any, prompts: Sequence[Prompt]) -> None:
     """Refuse tokens in whose places a multimodal model puts something that the reference does not know."""
     for kind in ("image", "audio", "video"):
         token = getattr(config, f"{kind}_token_id", None)
-        if token is not None and any(bool((ids == token).any()) for ids, _ in prompts):
+        if token is None:
+            continue
+        if any(bool((p.ids == token).any()) and kind not in _media_of(p) for p in prompts):
             raise BadArgument(
                 f"the text holds the token of {kind} ({token}), in whose place this model puts what is no "
-                f"text; the reference is of the text model. Leave it out."
+                f"text, and there is no {kind}. Leave it out, or pass what a processor makes of both."
             )
 
 
-def _prompts(model: Any) -> list[Prompt]:
+def _media_of(prompt: Prompt) -> frozenset[str]:
+    return frozenset() if prompt.media is None else prompt.media.kinds
+
+
+def _prompt(model: Any, weights: Weights, inputs: Any) -> Prompt:
+    prompt = prompt_of(inputs, model.tokenizer, weights.towers)
+    lacking = [kind for kind in ("image", "video", "audio") if kind in _media_of(prompt)]
+    towers_of = weights.towers
+    if towers_of is not None:
+        hosts = {"image": towers_of.vision, "video": towers_of.vision, "audio": towers_of.audio}
+        lacking = [kind for kind in lacking if hosts[kind] is None]
+    if lacking:
+        raise BadArgument(f"this model takes no {' and no '.join(lacking)}. Leave it out.")
+    return prompt
+
+
+def _places(model: Any, weights: Weights, media: frozenset[str]) -> list[list[str]]:
+    """The values that the model serves of a forward with these media, in the reference's pieces."""
+    return [
+        [name for name in piece if model.has(name)] for piece in pieces(model.plan, weights.towers, media)
+    ]
+
+
+def _prompts(model: Any, weights: Weights) -> list[Prompt]:
     config: Any = model._module.config
     fields = {**config.to_dict(), **config.get_text_config().to_dict()}
     ids = {name: value for name, value in fields.items() if name.endswith(("_token_id", "_token_index"))}
     special = frozenset(value for value in ids.values() if isinstance(value, int))
     bos = getattr(model.tokenizer, "bos_token_id", None)
-    return default_prompts(model.plan, special, ids.get("bos_token_id", 0) if bos is None else bos)
+    bos = ids.get("bos_token_id", 0) if bos is None else bos
+    prompts = default_prompts(model.plan, special, bos)
+    if (own := weights.towers) is not None and (own.vision or own.audio):
+        prompts.append(media_prompt(model.plan, own, special, bos))
+    return prompts
 
 
 def _run(
@@ -164,14 +204,11 @@ def _run(
     advance: Callable[[], None],
 ) -> Found:
     """One forward of the model, the reference beside it."""
-    ids, mask = (tensor.to(weights.device) for tensor in prompt)
-    looks = Looks(weights, ids, mask, rounding=rounding)
-    encoding = {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "position_ids": sight(weights.plan, mask).positions,
-    }
-    real, found = mask.bool(), {}
+    prompt = prompt.to(weights.device)
+    images = None if prompt.kinds is None else runs_of_media(prompt.kinds)
+    looks = Looks(weights, prompt.ids, prompt.mask, rounding=rounding, images=images, media=prompt.media)
+    encoding = prompt.encoding | {"position_ids": sight(weights.plan, prompt.mask).positions}
+    real, found = prompt.mask.bool(), {}
 
     answers: dict[str, Tensor] = {}
 
@@ -210,13 +247,6 @@ def _worse(found: Found, other: Found) -> None:
             found[key] = difference
 
 
-def _parts(paths: Sequence[str]) -> Iterator[list[str]]:
-    """The names in the pieces in which `parts` yields the values: inputs, entrance, blocks, answers."""
-    yield list(paths[:2])
-    for _, part in groupby(paths[2:], key=lambda name: place(name)[0]):
-        yield list(part)
-
-
 def _layout(model: Any, name: str) -> Layout:
     _, served = find(model, name)
     assert served is not None  # a standard name is a value's
@@ -225,14 +255,38 @@ def _layout(model: Any, name: str) -> Layout:
 
 def _absent(model: Any) -> Iterator[Absent]:
     """What the model lacks, in whole or on some blocks."""
+    hosts = {"vision": model.plan.vision, "audio": model.plan.audio}
+    told: set[str] = set()
     for row in model.support():
-        blocks = _lacking(row, model.num_layers)
-        if row.reason is not None:
-            yield Absent(row.path, blocks, row.reason.split("\n")[0])
+        host = _HOST_OF.get(row.path.partition(".")[0])
+        if host is not None and hosts[host] is None:
+            if host not in told:  # all of it, in a word
+                yield Absent(host, None, (row.reason or "").split("\n")[0])
+            told.add(host)
+            continue
+        path = row.path
+        if host is not None and "[i]" in path and not row.num_blocks:
+            path = f"{host}.layers"
+            if path in told:
+                continue
+            told.add(path)
+        for blocks, reason in row.lacking:
+            yield Absent(path, blocks or None, reason.split("\n")[0])
 
 
-def _lacking(row: SupportRow, num_layers: int) -> tuple[int, ...] | None:
-    return None if row.blocks is None else tuple(i for i in range(num_layers) if i not in row.blocks)
+def _not_run(weights: Weights, prompts: Sequence[Prompt]) -> Iterator[Absent]:
+    """What the model has and no forward came by."""
+    if (own := weights.towers) is None:
+        return
+    ran = frozenset().union(*map(_media_of, prompts))
+    if own.vision is not None and not ran & {"image", "video"}:
+        yield Absent("vision", None, "no forward was given an image or a frame of video.")
+    elif own.vision is not None:
+        for kind, what in (("image", "an image"), ("video", "a frame of video")):
+            if kind not in ran:
+                yield Absent(f"vision.{kind}_features", None, f"no forward was given {what}.")
+    if own.audio is not None and "audio" not in ran:
+        yield Absent("audio", None, "no forward was given a sound.")
 
 
 @contextmanager

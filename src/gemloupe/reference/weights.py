@@ -15,8 +15,10 @@ from torch import Tensor
 
 from ..errors import BadArgument, UnsupportedModel
 from ..plan import ModelPlan, plan
+from .towers import Towers
+from .towers import towers as towers_of
 
-__all__ = ["Weights", "text_names"]
+__all__ = ["PartWeights", "Weights", "text_names"]
 
 _WRAPPED: Final = "model.language_model."
 _HEAD: Final = "lm_head.weight"
@@ -24,6 +26,9 @@ _EMBEDDING: Final = "model.embed_tokens.weight"
 
 # fp8 and smaller hold numbers only together with scales that are stored elsewhere.
 _PRECISIONS: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+# What a clipped linear map clips to, which is no weight and may be infinite: then it clips nothing.
+_BOUND: Final = re.compile(r"\.(input|output)_(min|max)$")
 
 # Published checkpoints also hold what a borrowing block would compute its own keys and values with.
 _UNUSED_BY_BORROWERS: Final = re.compile(r"self_attn\.(k_proj|v_proj|k_norm|v_norm)\.weight")
@@ -40,13 +45,23 @@ def text_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return stack | {name: state[name] for name in state if name.startswith("lm_head.")}
 
 
+def _tower_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What `text_names` leaves out of a wrapper's state dict, under its names there."""
+    return {name: state[name] for name in state if not name.startswith((_WRAPPED, "lm_head."))}
+
+
 class Weights:
-    """A text model's weights by name, and the plan that says what they are.
+    """A model's weights by name, and the plans that say what they are.
 
         weights = Weights(model.config, model.state_dict())
 
+    The text model's have their names in `*ForCausalLM`, the towers' theirs in `*ForConditionalGeneration`.
+    The towers are known where both the config and the state are a wrapper's; with the text model's config or
+    with a plan they are left out.
+
     config: a transformers config or a `ModelPlan`.
     state: names as in `*ForCausalLM`, or as in `*ForConditionalGeneration`; a tied `lm_head` may be left out.
+    towers: what is known of a wrapper's towers, where `config` is a plan.
     device: where to compute, to which each weight is taken when it is used; where the embedding is if it is
         not given.
 
@@ -56,12 +71,22 @@ class Weights:
     """
 
     def __init__(
-        self, config: Any, state: Mapping[str, Tensor], *, device: torch.device | str | None = None
+        self,
+        config: Any,
+        state: Mapping[str, Tensor],
+        *,
+        towers: Towers | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self.plan: ModelPlan = config if isinstance(config, ModelPlan) else plan(config)
         self._tensors = text_names(state)
+        self.towers: Towers | None = None
+        if any(name.startswith(_WRAPPED) for name in state):
+            self.towers = towers_of(config) if towers is None else towers
+        if self.towers is not None:
+            self._tensors |= _tower_names(state)
         self._finite: set[str] = set()
-        refusal = next(_refusals(self.plan, self._tensors), None)
+        refusal = next(_refusals(self.plan, self.towers, self._tensors), None)
         if refusal is not None:
             raise refusal
         self.device = torch.device(device or self._tensors[_EMBEDDING].device)
@@ -90,9 +115,13 @@ class Weights:
                 _check_finite(name, tensor.detach())
                 self._finite.add(name)
 
-    def of_block(self, index: int) -> BlockWeights:
-        """The weights of block `index`, by their names inside it."""
-        return BlockWeights(self, f"model.layers.{index}.")
+    def of_block(self, index: int) -> PartWeights:
+        """The weights of the text model's block `index`, by their names inside it."""
+        return self.under(f"model.layers.{index}.")
+
+    def under(self, path: str) -> PartWeights:
+        """The weights whose names begin with `path`, by the rest of them."""
+        return PartWeights(self, path)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The numbers that a tensor holds, where the weights are used: float64, but for whole numbers."""
@@ -105,8 +134,8 @@ class Weights:
         return self[_HEAD if _HEAD in self._tensors else _EMBEDDING]
 
 
-class BlockWeights:
-    """The weights of one block, by their names inside it."""
+class PartWeights:
+    """The weights of one part of the model, a block or a tower, by their names inside it."""
 
     def __init__(self, weights: Weights, prefix: str) -> None:
         self._weights = weights
@@ -117,6 +146,8 @@ class BlockWeights:
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
+    if _BOUND.search(name) and not bool(tensor.isnan().any()):
+        return
     # The largest magnitude is finite only if all are; unlike `isfinite` it makes no second tensor.
     if tensor.numel() and not bool(torch.linalg.vector_norm(tensor, torch.inf).isfinite()):
         kind = "NaN" if bool(tensor.isnan().any()) else "infinity"
@@ -126,8 +157,8 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 # ---- the refusals: checks yield errors and `Weights` raises the first -------------------------------------
 
 
-def _refusals(plan: ModelPlan, tensors: Mapping[str, Tensor]) -> Iterator[Exception]:
-    expected = plan.parameter_shapes()
+def _refusals(plan: ModelPlan, towers: Towers | None, tensors: Mapping[str, Tensor]) -> Iterator[Exception]:
+    expected = plan.parameter_shapes() | ({} if towers is None else towers.shapes())
     # A buffer, and so no parameter.
     expected |= {f"model.layers.{block.index}.layer_scalar": (1,) for block in plan.blocks}
     for name, shape in expected.items():
