@@ -75,7 +75,8 @@ def _section(report: Report, look: Look) -> str:
     for row in report.rows:
         if row.look == look:
             by_value.setdefault(row.value, {})[row.block] = row
-    blocks = range(report.num_layers)
+    # A tower may have more blocks than the text model.
+    blocks = range(max(report.num_layers, *(1 + (row.block or 0) for row in report.rows), 0))
     head = "".join(f"<th>{block}</th>" for block in blocks)
     lines = [f'<section id="by-{look}"><table><thead><tr><th></th><th></th>{head}</tr></thead>']
     for value, rows in by_value.items():
