@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -236,6 +238,38 @@ def test_collect_has_no_order():
     with torch.no_grad(), one.trace(**encoding):
         found = one.record(asked)
     assert all(torch.equal(backwards[path], found[path]) for path in asked)
+
+
+@pytest.mark.parametrize("shape", ["e2b", "12b"])
+def test_verbs_edit_the_text_model_alone(shape):
+    one, encoding = model(shape), image(shape)
+    elsewhere = ["vision.layers[0].layer_output", "vision.tower_output", "vision.image_features"]
+    elsewhere += ["model.vision.layers[0].mlp.mlp_output", "vision.layers.*.layer_output"]
+    elsewhere += ["audio.layers[0].self_attn.attention_output", "projector.soft_tokens"]
+    for at in elsewhere:
+        with pytest.raises(
+            BadArgument, match=f"steer edits values of the text .* and {re.escape(at)} is none"
+        ):
+            with one.trace(**encoding):
+                one.steer(0, torch.ones(one.hidden_size), at=at)
+        with pytest.raises(BadArgument, match=r"intervene edits values of the text .*\n    model\."):
+            with one.trace(**encoding):
+                one.intervene(0, torch.zeros_like, at=at)
+    if shape in TOWERS:
+        at = one.vision.layers[0].layer_output  # outside a trace a reference
+        with pytest.raises(BadArgument, match="is none"):
+            with one.trace(**encoding):
+                one.intervene(0, torch.zeros_like, at=at)
+    plain = logits_of(bare(shape), shape, encoding)
+    for at in ("layer_output", "layers[1].layer_output", "model.layers.*.layer_output"):
+        with torch.no_grad(), one.trace(**encoding):
+            told = one.intervene(1, torch.zeros_like, at=at)
+            stream = one.layers[1].layer_output.save()
+        assert told.counts == {1: int(encoding["attention_mask"].sum())}
+        assert bool((stream[encoding["attention_mask"].bool()] == 0).all())
+    with torch.no_grad(), one.trace(**encoding):
+        logits = one.logits.save()
+    assert torch.equal(logits, plain)
 
 
 # ---- after an error ----------------------------------------------------------------------------------------
