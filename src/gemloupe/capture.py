@@ -16,7 +16,7 @@ import torch
 from nnsight.intervention.interleaver import EarlyStopException, Mediator
 
 from . import positions as place
-from .errors import BadArgument, UnknownName
+from .errors import BadArgument, NeverRan, UnknownName
 from .generation import one_step_each
 from .layouts import Layout
 from .ledger import running
@@ -55,6 +55,7 @@ _MEDIA: Final = (
     "audio.frame_mask",
     "audio.audio_features",
 )
+_AT_SCATTER: Final = ("vision.image_features", "vision.video_features")
 _STREAM: Final = (
     "per_layer_context_inputs",
     "per_layer_inputs",
@@ -113,6 +114,8 @@ class Collected(Mapping[str, Any]):
         self._layouts = dict(layouts)
         self._finish = finish
         self._steps: dict[str, list[torch.Tensor]] = {}
+        self._absent: dict[str, str] = {}
+        """Why the call computed nothing of a value, by path."""
         self.input_ids: torch.Tensor | None = None
         self.attention_mask: torch.Tensor | None = None
 
@@ -140,10 +143,12 @@ class Collected(Mapping[str, Any]):
         return f"Collected({', '.join(self._described(key) for key in self._asked)})"
 
     def _described(self, key: str) -> str:
-        if any(path not in self._steps for path in self._asked[key]):
+        if any(path not in self._steps and path not in self._absent for path in self._asked[key]):
             return f"{key}: not there yet"
         try:
             value = self[key]
+        except NeverRan:
+            return f"{key}: not computed"
         except BadArgument as error:
             return f"{key}: {error}"
         return f"{key}: {list(value.shape) if isinstance(value, torch.Tensor) else f'{len(value)} tensors'}"
@@ -160,6 +165,8 @@ class Collected(Mapping[str, Any]):
         self._steps.setdefault(path, []).append(value)
 
     def _one(self, path: str) -> torch.Tensor:
+        if path in self._absent:
+            raise NeverRan(self._absent[path])
         if path not in self._steps:
             raise UnknownName(f"{path} was not reached: this call did not run the module it belongs to.")
         return self._finish.whole(self._layouts[path], self._steps[path])
@@ -333,7 +340,7 @@ def collect(
         options.setdefault("logits_to_keep", 0)
     finish = Finish(positions, dtype, device, generating)
     result = Collected(asked, layouts, finish)
-    places = in_forward_order(layouts)
+    places = in_forward_order(layouts, generating=generating)
     fed: dict[str, Any] = {}
 
     def task() -> None:
@@ -403,7 +410,7 @@ def record(
         {k: v[rows] for k, v in model.interleaver.encoding.items() if isinstance(v, torch.Tensor)},
         None,
     )
-    places = in_forward_order(layouts)
+    places = in_forward_order(layouts, generating=model.interleaver.generating)
 
     def task() -> None:
         for step in steps(model, first):
@@ -459,11 +466,21 @@ def _trusting(model: Any, task: Callable[[], None]) -> Callable[[], None]:
 def _read(
     model: Any, places: list[str], layouts: Mapping[str, Layout], result: Collected, *, later: bool = False
 ) -> None:
-    """Keep the values of one step; what comes of images and sound is there in the first one alone."""
+    """Keep the values of one step; what comes of images and sound is there in the first one alone.
+
+    Of what the call computes nothing the reason is kept.
+    """
+    mediator = running(model.interleaver)
+    assert mediator is not None
     for path in places:
         if later and layouts[path].axes[0] != "batch":
             continue
-        host, _ = find(model, path)
+        host, served = find(model, path)
+        try:
+            host.check_runs(served, mediator, model.interleaver.ledger.of(mediator))
+        except NeverRan as error:
+            result._absent[path] = str(error)
+            continue
         value = getattr(host, path.rpartition(".")[2])
         result._keep(path, result._finish.one(layouts[path], value))
 
@@ -485,9 +502,16 @@ def _asked(model: Any, values: Values) -> tuple[dict[str, list[str]], dict[str, 
     return asked, layouts
 
 
-def in_forward_order(paths: Iterable[str]) -> list[str]:
-    """Paths in the order in which a forward passes them; `layers[i]` stands for every block."""
-    return sorted(paths, key=_rank)
+def in_forward_order(paths: Iterable[str], *, generating: bool = False) -> list[str]:
+    """Paths in the order in which a forward passes them; `layers[i]` stands for every block.
+
+    `generate` runs the vision tower before the first forward, and hands on what it makes.
+    """
+    return sorted(paths, key=lambda path: (not (generating and _in_vision_tower(path)), _rank(path)))
+
+
+def _in_vision_tower(path: str) -> bool:
+    return path.startswith(("vision.", "projector.")) and path not in (*_TOKENS, *_AT_SCATTER)
 
 
 def _rank(path: str) -> tuple[int, int, int]:

@@ -383,6 +383,7 @@ class Served(eproperty):
     def _write(self, obj: Any, mediator: Mediator, state: Any, name: str, value: torch.Tensor) -> None:
         """Take `value`, for the worker that is running."""
         location = self._location(obj)
+        visit = self._visit(obj, mediator, state)
         if self._is_late(obj, mediator, state, location):
             raise OutOfOrder(late_text(name, state.last, "write"))
         self._leave(obj, mediator, state)
@@ -396,7 +397,6 @@ class Served(eproperty):
             value = value.clone()
         obj.interleaver.ledger.watch(value, name)
         replaced = self._replace(obj, raw, value)
-        visit = self._visit(obj, mediator, state)
         Mediator.swap(location, replaced)
         if self.moment is not None:
             state.captured[(location, visit)] = replaced

@@ -5,6 +5,7 @@ They run beside the block they are called in, so they use nothing of its order u
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -257,7 +258,13 @@ def _host(
             f"{verb}: at= takes a name such as 'layer_output', not a {type(at).__name__}. "
             f"Inside a trace a value's attribute is its tensor."
         )
-    name = str(at).rpartition(".")[2]
+    place, _, name = str(at).rpartition(".")
+    if set(re.findall(r"[A-Za-z_]\w*", place)) - {"model", "layers", "self_attn", "mlp"}:
+        where = str(at).removeprefix("model.")
+        raise BadArgument(
+            f"{verb} edits values of the text model's blocks, and {at} is none. Write it in the trace:\n"
+            f"    model.{where} = model.{where} + ..."
+        )
     block = model.layers[layer]
     for host in (block, block.self_attn, block.mlp):
         if name in dir(type(host)):

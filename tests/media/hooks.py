@@ -153,7 +153,8 @@ def at_patches(module: Any, edit: Edit) -> Any:
     masks: list[Tensor] = []
 
     def noted(_: Any, args: tuple, kwargs: dict) -> None:
-        masks.append((kwargs["image_position_ids"] != -1).all(-1))
+        places = kwargs["image_position_ids"] if "image_position_ids" in kwargs else args[1]
+        masks.append((places != -1).all(-1))
 
     def change(features: Tensor) -> Tensor:
         result = features.clone()
@@ -162,7 +163,7 @@ def at_patches(module: Any, edit: Edit) -> Any:
 
     @contextmanager
     def both() -> Iterator[None]:
-        handle = module.register_forward_pre_hook(noted, with_kwargs=True)
+        handle = module.model.embed_vision.register_forward_pre_hook(noted, with_kwargs=True)
         try:
             with at_module(module.model.embed_vision.multimodal_embedder, "output", change):
                 yield

@@ -212,6 +212,39 @@ def test_an_edit_in_a_batch_is_the_edit_alone(shape):
         assert close(found[1], logits) < ALIKE
 
 
+@pytest.mark.parametrize("path", ["attention_head_outputs", "own_values", "attention_values", "own_keys"])
+@pytest.mark.parametrize("shape", ["e2b", "31b"])
+def test_the_first_thing_that_an_invoke_with_video_asks_for(shape, path):
+    """The tower's second pass, where another invoke brings images: by whatever value of a block."""
+    one, given = model(shape), invokes(shape)
+    for style in ("read", "written"):
+        found: list[Any] = []
+        with torch.no_grad(), one.trace() as tracer:
+            for number, encoding in enumerate(given):
+                with tracer.invoke(**encoding):
+                    if number == 3:
+                        host = one.vision.layers[1].self_attn
+                        if style == "written":
+                            changed = getattr(host, path) * 0.5
+                            setattr(host, path, changed)
+                            if path == "own_keys":
+                                assert torch.equal(host.own_values, host.own_values)
+                                assert torch.equal(host.own_keys, changed)
+                        else:
+                            found.append(getattr(host, path))
+                        found.append(one.vision.video_features)
+        wanted = alone(shape)[3]
+        if style == "read":
+            at = f"vision.layers[1].self_attn.{path}"
+            cut_down = cut(one, at, found[0], wanted[at], given[3]["input_ids"].shape[1])
+            if path.startswith("own"):  # along `seq`, which is `patches` here
+                cut_down = cut_down[:, :, : wanted[at].shape[2]]
+            assert close(cut_down, wanted[at]) < ALIKE
+            assert close(found[1], wanted["vision.video_features"]) < ALIKE
+        else:
+            assert not torch.equal(found[0], wanted["vision.video_features"])
+
+
 # ---- where an axis of images looks like one of rows --------------------------------------------------------
 
 

@@ -104,7 +104,9 @@ class UnifiedAudio(Audio, AudioProjector):
 
         Layout: [audios frames audio_hidden], padded frames included.
         """
-        return value
+        # A gradient is taken of what the processor made, too.
+        wanted = torch.is_grad_enabled() and not value.requires_grad and value.is_floating_point()
+        return value.detach().clone().requires_grad_() if wanted else value
 
 
 class AudioLayer(TowerFacts, PartOfBlockOfTower):

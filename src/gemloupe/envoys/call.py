@@ -428,8 +428,10 @@ class HeadOutputs(Served):
         entrance = obj.location(f"{CALL}.input")
         known = _is_call(state.call, obj, visit)
         if mediator.occurrence(entrance) <= visit and not known:
+            pinned = mediator.iteration  # nnsight lets go of it once it is served
             state.call = open_call(obj, mediator, visit, Mediator.value(entrance))
             state.call.lend()
+            mediator.iteration = pinned
 
     def _leave(self, obj: Any, mediator: Mediator, state: Any) -> None:
         if not _is_call(state.call, obj, self._visit(obj, mediator, state)):

@@ -49,8 +49,11 @@ class PartOfTower(StandardEnvoy):
         return slice(start, start + size)
 
     def first_pass(self, value: Served, mediator: Mediator) -> int:
+        return self._passes_before(self.FEEDS_OF.get(str(value.name), self.FEEDS), mediator)
+
+    def _passes_before(self, feeds: tuple[str, ...], mediator: Mediator) -> int:
+        """How often a module that is fed by `feeds` runs before it runs on what is `mediator`'s."""
         batcher, group = self.interleaver.batcher, mediator.batch_group
-        feeds = self.FEEDS_OF.get(str(value.name), self.FEEDS)
         if len(feeds) < 2 or batcher is None or batcher.media is None or group is None:
             return 0
         # A tower runs on the images of all invokes first, then on the frames of their videos.
@@ -77,12 +80,8 @@ class PartOfTower(StandardEnvoy):
             if group is not None and not any(batcher.media.items(feed, group)[1] for feed in given):
                 return f"this invoke was given no {what} (another one was), so there is nothing to serve."
         step = mediator.iteration if mediator.iteration is not None else state.step
-        if (
-            interleaver.generating
-            and step
-            and step >= len(given)
-            and interleaver.options.get("use_cache", True)
-        ):
+        passes = len(given) - self._passes_before(feeds, mediator)
+        if interleaver.generating and step and step >= passes and interleaver.options.get("use_cache", True):
             return (
                 f"it is computed in the first step of a generation, with the prompt; step {step} has new "
                 f"tokens and no {what}.\nRead it in step 0: `if step == 0: ...`, or before the loop."
