@@ -133,7 +133,9 @@ moment and may be read in any order among themselves. `collect` and `record` hav
 {order}
 
 The tower runs on images first and then on frames of video: where a call has both, the values of `vision` and
-`projector` pass once for each. An invoke of video alone is given the frames' pass.
+`projector` pass once for each. An invoke of video alone is given the frames' pass. In `generate` transformers
+runs the vision tower before the first forward: there `vision.patch_mask` to `projector.soft_tokens` come
+before `input_ids`.
 
 Edits within a line have an order too:
 

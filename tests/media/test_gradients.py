@@ -69,7 +69,7 @@ def invokes(shape: str) -> list[Encoding]:
     return [doubled(encoding) for encoding in given]
 
 
-def loss_of(logits: Tensor, encoding: Encoding) -> Tensor:
+def loss_of(logits: Tensor, encoding: Encoding) -> Any:
     """A weighted sum of the logits of the real tokens."""
     logits = logits[:, -encoding["input_ids"].shape[1] :]
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED), dtype=WIDE)
