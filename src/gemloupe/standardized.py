@@ -198,6 +198,10 @@ class StandardizedTransformer(Root, TransformersModel):
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         each: list[dict[str, Any]] = []
+        if len(invokes) > 1 and _gives(invokes, "mm_encoder_outputs"):
+            raise BadArgument(
+                "`mm_encoder_outputs` are of a whole call: give them where one invoke is alone."
+            )
         if any(media.has_media(*invoke) for invoke in invokes):
             self._check_processor(invokes)
             kwargs, each = media.join(self, invokes)
@@ -209,7 +213,8 @@ class StandardizedTransformer(Root, TransformersModel):
         extra = self.interleaver.batcher.extra_kwargs
         config: Any = self._module.config
         sizes = check_media(config, {**kwargs, **extra})
-        if any(sizes.given) and "mm_token_type_ids" not in {**kwargs, **extra}:
+        encoded = {**kwargs, **extra}.get("mm_encoder_outputs")
+        if (any(sizes.given) or encoded) and "mm_token_type_ids" not in {**kwargs, **extra}:
             kwargs["mm_token_type_ids"] = media.token_types(config, kwargs["input_ids"])
         beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
         masked = "attention_mask" in beside
