@@ -20,6 +20,7 @@ from .batching import StandardBatcher
 from .envoys.base import StandardEnvoy
 from .envoys.root import Root
 from .envoys.scatter import KINDS as SCATTERED
+from .errors import BadArgument
 from .families import family
 from .ledger import StandardInterleaver
 from .loading import check_weights, read_config, text_config
@@ -197,6 +198,10 @@ class StandardizedTransformer(Root, TransformersModel):
 
     def _batch(self, invokes: list, fn: Any) -> tuple:
         each: list[dict[str, Any]] = []
+        if len(invokes) > 1 and _gives(invokes, "mm_encoder_outputs"):
+            raise BadArgument(
+                "`mm_encoder_outputs` are of a whole call: give them where one invoke is alone."
+            )
         if any(media.has_media(*invoke, chats=self.processor is not None) for invoke in invokes):
             names = {name for _, options in invokes for name in options}
             check_media_keywords(self.processor, self.plan.wrapper, names)
@@ -209,7 +214,9 @@ class StandardizedTransformer(Root, TransformersModel):
         extra = self.interleaver.batcher.extra_kwargs
         config: Any = self._module.config
         sizes = check_media(config, {**kwargs, **extra})
-        if sizes.given and "input_ids" in kwargs and "mm_token_type_ids" not in {**kwargs, **extra}:
+        encoded = {**kwargs, **extra}.get("mm_encoder_outputs")
+        typed = "mm_token_type_ids" in {**kwargs, **extra} or "input_ids" not in kwargs
+        if (sizes.given or encoded) and not typed:
             kwargs["mm_token_type_ids"] = media.token_types(config, kwargs["input_ids"])
         beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
         masked = "attention_mask" in beside

@@ -283,7 +283,8 @@ class Blocks(Envoy):
 
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, int) and not -len(self) <= key < len(self):
+            stack = super().__getitem__(0).standard_path.partition("[")[0]
             raise NoSuchBlock(
-                f"layers[{key}] does not exist: the stack has {len(self)} blocks, 0 to {len(self) - 1}."
+                f"{stack}[{key}] does not exist: the stack has {len(self)} blocks, 0 to {len(self) - 1}."
             )
         return super().__getitem__(key)

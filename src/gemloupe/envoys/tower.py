@@ -25,6 +25,8 @@ IMAGES: Final = {"batch": "images", "seq": "patches", "hidden": "vision_hidden"}
 SOUNDS: Final = {"batch": "audios", "seq": "frames", "hidden": "audio_hidden"}
 
 _NOUNS: Final = {"images": "image", "frames": "video", "audios": "sound"}
+_ENCODED: Final = {"images": "image", "frames": "video"}
+"""What each kind is called in `mm_encoder_outputs`, which give a call its features ready-made."""
 
 
 class PartOfTower(StandardEnvoy):
@@ -49,11 +51,8 @@ class PartOfTower(StandardEnvoy):
         return slice(start, start + size)
 
     def first_pass(self, value: Served, mediator: Mediator) -> int:
-        return self._passes_before(self.FEEDS_OF.get(str(value.name), self.FEEDS), mediator)
-
-    def _passes_before(self, feeds: tuple[str, ...], mediator: Mediator) -> int:
-        """How often a module that is fed by `feeds` runs before it runs on what is `mediator`'s."""
         batcher, group = self.interleaver.batcher, mediator.batch_group
+        feeds = self.FEEDS_OF.get(str(value.name), self.FEEDS)
         if len(feeds) < 2 or batcher is None or batcher.media is None or group is None:
             return 0
         # A tower runs on the images of all invokes first, then on the frames of their videos.
@@ -62,26 +61,42 @@ class PartOfTower(StandardEnvoy):
 
     def check_runs(self, value: Served, mediator: Mediator, state: Any) -> None:
         feeds = self.FEEDS_OF.get(str(value.name), self.FEEDS)
-        reason = self._idle(feeds, mediator, state) if feeds else None
-        if reason is not None:
-            raise NeverRan(f"{value.path_on(self)}: {reason}")
+        at_scatter = str(value.name) in self.FEEDS_OF
+        reason = self._idle(feeds, mediator, state, at_scatter=at_scatter) if feeds else None
+        if reason is None:
+            return
+        if mediator.copy:  # a stored edit
+            reason += "\nA kept edit is made in every call: `try: ... except gemloupe.errors.NeverRan: pass`."
+        raise NeverRan(f"{value.path_on(self)}: {reason}")
 
-    def _idle(self, feeds: tuple[str, ...], mediator: Mediator, state: Any) -> str | None:
-        """Why the present call, or the present step of it, computes nothing of what is fed by `feeds`."""
+    def _idle(
+        self, feeds: tuple[str, ...], mediator: Mediator, state: Any, *, at_scatter: bool
+    ) -> str | None:
+        """Why the present call, or the present step of it, computes nothing of what is fed by `feeds`.
+
+        at_scatter: whether it is found where features enter the stream, whoever has computed them.
+        """
         interleaver = self.interleaver
         encoding, what = interleaver.encoding, " or ".join(_NOUNS[feed] for feed in feeds)
         outputs = encoding.get("mm_encoder_outputs") or {}
-        given = [feed for feed in feeds if encoding.get(GIVEN_BY[feed]) is not None or feed[:-1] in outputs]
+        encoded = [feed for feed in feeds if outputs.get(_ENCODED.get(feed)) is not None]
+        given = [feed for feed in feeds if encoding.get(GIVEN_BY[feed]) is not None]
+        given += encoded if at_scatter else []
+        if not given and encoded:
+            return f"this call was given its {what} encoded (`mm_encoder_outputs`), so the tower did not run."
         if not given:
             return f"this call was given no {what}, so there is nothing to serve."
-        batcher = interleaver.batcher
-        if batcher is not None and batcher.batching and batcher.media is not None:
-            group = mediator.batch_group
-            if group is not None and not any(batcher.media.items(feed, group)[1] for feed in given):
+        batcher, group = interleaver.batcher, mediator.batch_group
+        if batcher is not None and batcher.batching and batcher.media is not None and group is not None:
+            given = [feed for feed in given if batcher.media.items(feed, group)[1]]
+            if not given:
                 return f"this invoke was given no {what} (another one was), so there is nothing to serve."
         step = mediator.iteration if mediator.iteration is not None else state.step
-        passes = len(given) - self._passes_before(feeds, mediator)
-        if interleaver.generating and step and step >= passes and interleaver.options.get("use_cache", True):
+        if not step or step < len(given):  # a tower runs once on images, and once more on video
+            return None
+        if not interleaver.generating:
+            return f"step {step} was asked for, and a forward has {len(given)} of it, from 0."
+        if interleaver.options.get("use_cache", True):
             return (
                 f"it is computed in the first step of a generation, with the prompt; step {step} has new "
                 f"tokens and no {what}.\nRead it in step 0: `if step == 0: ...`, or before the loop."
