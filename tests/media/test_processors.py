@@ -302,3 +302,23 @@ def test_media_without_a_processor(keyword, verb):
                 with getattr(model, verb)("a", **{keyword: [tiny_image()]}):
                     model.logits.save()
         assert 'task="image-text-to-text"' in str(caught.value)
+
+
+def test_the_tokenizer_that_is_given_is_the_processors(saved):
+    tokenizer = tiny_tokenizer()
+    model: Any = StandardizedTransformer(saved("e2b"), task="image-text-to-text", tokenizer=tokenizer)
+    assert model.tokenizer is model.processor.tokenizer is tokenizer
+
+
+def test_a_module_without_a_tokenizer_beside_it(saved, tmp_path):
+    (tmp_path / "processor_config.json").write_text((saved("e2b") / "processor_config.json").read_text())
+    module = tiny_module("e2b", wrapper=True)
+    module.name_or_path = str(tmp_path)
+    text = refusal(module, task="image-text-to-text")
+    assert text == f"{tmp_path} has no tokenizer, which its processor needs; give `processor=...`."
+
+
+def test_a_wrapper_without_a_part_for_images_compares_no_images():
+    config: Any = tiny_config("e2b", wrapper=True)
+    config.vision_config = None
+    check_processor(changed("e2b", "image_processor", patch_size=16), config)
