@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemloupe.errors import OutOfOrder
 from tests.attention.values import CALL, attention
-from tests.core.models import Case, ids
+from tests.core.models import Case, ids, stack
 
 BLOCK = 3
 every_kernel = pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -267,7 +267,7 @@ def test_an_edit_in_place_leaves_a_backward_pass_that_works(kernel, name):
     model = Case("e2b", attention=kernel).model()
     found: list[Tensor] = []
     for in_place in (True, False):
-        weight = model._module.model.layers[1].mlp.down_proj.weight
+        weight = stack(model._module).layers[1].mlp.down_proj.weight
         weight.requires_grad_(True)
         with model.trace(ids(8)):
             value = getattr(attention(model, BLOCK), name)
@@ -290,9 +290,9 @@ def test_an_edit_in_place_leaves_a_backward_pass_that_works(kernel, name):
 def test_under_dropout_a_read_changes_no_gradient(kernel, name):
     model = Case("e2b", attention=kernel).model()
     module = model._module
-    weight = module.model.layers[1].self_attn.q_proj.weight
+    weight = stack(module).layers[1].self_attn.q_proj.weight
     weight.requires_grad_(True)
-    host = module.model.layers[BLOCK].self_attn
+    host = stack(module).layers[BLOCK].self_attn
     before, host.attention_dropout = host.attention_dropout, 0.5
     found: list[Tensor] = []
     try:

@@ -26,6 +26,7 @@ shortcut = pytest.mark.skipif(
 SEED = int(os.environ["GEMLOUPE_TEST_SEED"])
 # So that every test of a text model can be run on the text model inside a wrapper as well.
 IN_WRAPPERS = os.environ.get("GEMLOUPE_TEST_WRAPPERS") == "1"
+of_the_text_load = pytest.mark.skipif(IN_WRAPPERS, reason="names what the text-only load alone has so")
 BOS = 2
 # The longest overruns the sliding window of six twice; the shortest is padded by ten.
 LENGTHS = (13, 7, 3)
@@ -76,12 +77,20 @@ class Case:
     def options(self) -> dict[str, Any]:
         return {
             "wrapper": self.wrapper or IN_WRAPPERS,
-            # The audio tower knows no sdpa, so a wrapper cannot be asked for it by name; it is the default.
-            "attn_implementation": None if self.attention == "sdpa" else self.attention,
+            "attn_implementation": self.kernels,
             "experts_implementation": self.experts,
             "dtype": self.dtype,
             "seed": SEED,
         }
+
+    @property
+    def kernels(self) -> Any:
+        # The audio tower knows eager attention alone: a wrapper cannot be asked for another by one name.
+        if self.attention == "sdpa":
+            return None
+        if self.attention != "eager" and (self.wrapper or IN_WRAPPERS):
+            return {"": "eager", "text_config": self.attention, "audio_config": "eager"}
+        return self.attention
 
     @property
     def prompts(self) -> list[Tensor]:
@@ -108,6 +117,11 @@ def continued(case: Case, row: Tensor) -> dict[str, Any]:
     with torch.no_grad():
         output = case.bare()(row, use_cache=True)
     return {name: output[name] for name in output.keys() & {"cache", "past_key_values"}}
+
+
+def stack(module: Any) -> Any:
+    """The module of a bare model that holds the blocks."""
+    return getattr(module.model, "language_model", module.model)
 
 
 @cache

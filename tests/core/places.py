@@ -28,6 +28,7 @@ BLOCK = {
     "self_attn.attention_queries": "batch heads query head_dim",
     "self_attn.attention_keys": "batch kv_heads key head_dim",
     "self_attn.attention_values": "batch kv_heads key head_dim",
+    "self_attn.visible_keys": "batch heads query key",
     "self_attn.attention_scores": "batch heads query key",
     "self_attn.attention_probabilities": "batch heads query key",
     "self_attn.attention_head_outputs": "batch query heads head_dim",
@@ -53,8 +54,8 @@ AFTER = {
     "logits": "batch seq vocab",
     "next_token_probs": "batch vocab",
 }
-READ_ONLY = {"next_token_probs", "expert_indices"}
-INTEGERS = {"input_ids", "attention_mask", "expert_indices"}
+READ_ONLY = {"next_token_probs", "expert_indices", "visible_keys"}
+INTEGERS = {"input_ids", "attention_mask", "expert_indices", "visible_keys"}
 # Known at one moment, so that they may be read in any order.
 ROUTING = ("router_logits", "router_probabilities", "expert_weights", "expert_indices", "expert_outputs")
 # Inside the call of the attention function.

@@ -13,7 +13,7 @@ import gemloupe
 from gemloupe.errors import NoSuchBlock, Unavailable, UnknownName
 from gemloupe.served import Served
 from gemloupe.testing import SHAPES
-from tests.core.models import Case, ids
+from tests.core.models import Case, ids, of_the_text_load, stack
 from tests.core.places import AFTER, BEFORE, BLOCK, Place, block_places
 
 # What each checkpoint has of what not all have, as the design's first table says.
@@ -151,6 +151,7 @@ def answers(model: Any, path: str) -> bool:
         return False
 
 
+@of_the_text_load
 @every_shape
 @both_loads
 def test_towers_are_there_with_the_load_that_has_them(shape, load):
@@ -187,12 +188,13 @@ def test_router_and_experts_are_reached_through_the_mlp(shape):
                 getattr(mlp, name)
 
 
+@of_the_text_load
 @every_shape
 def test_facts_are_the_config_s(shape):
     model = Case(shape).model()
     module = Case(shape).bare()
     config = module.config
-    for i, block in enumerate(module.model.layers):
+    for i, block in enumerate(stack(module).layers):
         attention = block.self_attn
         width = attention.q_norm.weight.shape[0]
         borrows = i in BORROWERS.get(shape, ())
@@ -202,10 +204,10 @@ def test_facts_are_the_config_s(shape):
             else max(
                 j
                 for j in range(min(BORROWERS[shape]))
-                if module.model.layers[j].self_attn.is_sliding == attention.is_sliding
+                if stack(module).layers[j].self_attn.is_sliding == attention.is_sliding
             )
         )
-        source = module.model.layers[own].self_attn
+        source = stack(module).layers[own].self_attn
         facts = {
             "kind": "sliding" if config.layer_types[i] == "sliding_attention" else "full",
             "window": config.sliding_window if config.layer_types[i] == "sliding_attention" else None,

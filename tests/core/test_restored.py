@@ -25,7 +25,7 @@ from gemloupe.errors import (
     Unavailable,
 )
 from gemloupe.testing import SHAPES, tiny
-from tests.core.models import Case, ids
+from tests.core.models import Case, ids, stack
 from tests.core.places import forward_order
 
 CASE = Case("e2b")
@@ -269,7 +269,7 @@ def test_the_first_trace_of_a_model_leaves_no_hook():
 def test_the_state_that_is_compared_sees_a_hook():
     model = CASE.model()
     before = state(model)
-    handle = model._module.model.layers[0].register_forward_hook(lambda *_: None)
+    handle = stack(model._module).layers[0].register_forward_hook(lambda *_: None)
     assert state(model) != before
     handle.remove()
     assert state(model) == before

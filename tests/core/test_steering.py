@@ -14,7 +14,7 @@ from gemloupe.errors import BadArgument, OutOfOrder, OutsideTrace
 from gemloupe.steering import Edited
 from gemloupe.testing import SHAPES
 from tests.core.hand import edited_logits
-from tests.core.models import SEED, Case, continued, ids
+from tests.core.models import SEED, Case, continued, ids, stack
 from tests.core.places import Place, reading
 from tests.core.test_absence import Counted
 
@@ -120,7 +120,7 @@ def both_by_hand(case: Case, columns: list[int], invoke: int) -> Tensor:
         out[invoke, columns] += vector()
         return out
 
-    handles = [case.bare().model.layers[i].register_forward_hook(add) for i in (2, 8)]
+    handles = [stack(case.bare()).layers[i].register_forward_hook(add) for i in (2, 8)]
     with torch.no_grad():
         logits = case.bare()(**case.inputs).logits
     for handle in handles:
@@ -351,9 +351,8 @@ def silent(case: Case, blocks: range, invoke: int | None = None) -> Tensor:
         out[rows] = args[0][rows]
         return out
 
-    module = case.bare().model
-    stack = getattr(module, "language_model", module)
-    handles = [stack.layers[i].register_forward_hook(pass_by) for i in blocks]
+    blocks_of = stack(case.bare()).layers
+    handles = [blocks_of[i].register_forward_hook(pass_by) for i in blocks]
     with torch.no_grad():
         logits = case.bare()(**case.inputs).logits
     for handle in handles:
@@ -447,7 +446,7 @@ def test_spans_can_be_skipped_apart():
         logits = model.logits.save()
     module = case.bare()
     handles = [
-        module.model.layers[i].register_forward_hook(lambda _m, args, _out: args[0]) for i in (1, 2, 7, 8)
+        stack(module).layers[i].register_forward_hook(lambda _m, args, _out: args[0]) for i in (1, 2, 7, 8)
     ]
     with torch.no_grad():
         wanted = module(**case.inputs).logits
@@ -466,7 +465,7 @@ def test_skipping_through_a_generation(shape, batched):
     def pass_by(_module: Any, args: tuple, _out: Tensor) -> Tensor:
         return args[0]
 
-    handles = [module.model.layers[i].register_forward_hook(pass_by) for i in (1, 2, 3)]
+    handles = [stack(module).layers[i].register_forward_hook(pass_by) for i in (1, 2, 3)]
     wanted = module.generate(**inputs, max_new_tokens=6, **GREEDY)
     for handle in handles:
         handle.remove()

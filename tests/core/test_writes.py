@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gemloupe.testing import SHAPES
 from tests.core.hand import COMPOSED, edited_logits
-from tests.core.models import SEED, Case, every_case, ids, padded
+from tests.core.models import SEED, Case, every_case, ids, padded, stack
 from tests.core.oracle import Oracle
 from tests.core.places import ATTENTION_CALL, Place, first_of_each, reading, writable
 
@@ -179,7 +179,7 @@ def test_zeroing_an_mlp_takes_out_its_contribution():
         block.mlp.mlp_output = torch.zeros_like(block.mlp.mlp_output)
         extra = block.per_layer_output.save()
         after = block.layer_output.save()
-    assert torch.equal((before + extra) * case.bare().model.layers[3].layer_scalar, after)
+    assert torch.equal((before + extra) * stack(case.bare()).layers[3].layer_scalar, after)
 
 
 @pytest.mark.parametrize("case", [Case("e2b"), *every_case(**READ_BACK)], ids=str)
@@ -455,7 +455,7 @@ def test_one_tensor_may_be_assigned_in_many_places():
             block.self_attn.attention_output = nothing
             block.mlp.mlp_output = nothing
         stream = model.layers[-1].layer_output.save()
-    scale = torch.stack([block.layer_scalar for block in case.bare().model.layers]).prod()
+    scale = torch.stack([block.layer_scalar for block in stack(case.bare()).layers]).prod()
     wanted = reading(case)[0][Place("token_embeddings")] * scale
     assert torch.allclose(stream, wanted, rtol=1e-5, atol=0)
     assert not nothing.any()

@@ -67,6 +67,9 @@ def test_what_a_processor_makes_can_be_verified_on(shape: str):
     report = verify(model, encoding)
     assert report.held, report.first
     assert report.row("vision.image_features").absolute > 0
+    # By step the stream is made of the model's own features, every bit of them.
+    assert report.row("layers[0].layer_input").relative == 0
+    assert report.row("layers[0].layer_input", "whole").relative > 0
     absent = {absent.name: absent.reason for absent in report.absent}
     assert absent["vision.video_features"] == "no forward was given a frame of video."
     # What tells which tokens are of images may be left out: it is seen from the tokens.
