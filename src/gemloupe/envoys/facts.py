@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from ..plan import BlockPlan, RotaryPlan, TowerBlockPlan
@@ -10,7 +10,31 @@ if TYPE_CHECKING:
 __all__ = ["BlockFacts", "TowerFacts"]
 
 
-class BlockFacts:
+class HeadFacts:
+    """The attention's sizes, of a text block or of a tower's."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def block_plan(self) -> Any: ...
+
+    @property
+    def head_dim(self) -> int:
+        """The width of one head. The text's sliding and full blocks differ."""
+        return self.block_plan.head_dim
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.block_plan.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key and value heads, each serving `num_heads // num_kv_heads` query heads."""
+        return self.block_plan.num_kv_heads
+
+
+class BlockFacts(HeadFacts):
     """The facts of `plan.BlockPlan`, under the same names on a block, its attention and its MLP."""
 
     if TYPE_CHECKING:
@@ -27,21 +51,6 @@ class BlockFacts:
     def window(self) -> int | None:
         """How many positions back a query sees, itself included; `None` on a full block."""
         return self.block_plan.window
-
-    @property
-    def head_dim(self) -> int:
-        """The width of one head. Sliding and full blocks differ."""
-        return self.block_plan.head_dim
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.block_plan.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads, each serving `num_heads // num_kv_heads` query heads."""
-        return self.block_plan.num_kv_heads
 
     @property
     def rotary(self) -> RotaryPlan:
@@ -104,7 +113,7 @@ class BlockFacts:
         return self.block_plan.has_per_layer_input
 
 
-class TowerFacts:
+class TowerFacts(HeadFacts):
     """The facts of `plan.TowerBlockPlan`, under the same names on a block of a tower and its modules."""
 
     if TYPE_CHECKING:
@@ -121,21 +130,6 @@ class TowerFacts:
     def window(self) -> None:
         """None: every patch sees every other."""
         return self.block_plan.window
-
-    @property
-    def head_dim(self) -> int:
-        """The width of one head."""
-        return self.block_plan.head_dim
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.block_plan.num_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Key and value heads, each serving `num_heads // num_kv_heads` query heads."""
-        return self.block_plan.num_kv_heads
 
     @property
     def intermediate_size(self) -> int:
