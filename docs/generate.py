@@ -379,10 +379,11 @@ def short_tables() -> str:
 
 
 def facts(kind: type) -> str:
-    """The public properties that a class defines, as a table."""
+    """The public properties that a class and what it is built on define, as a table."""
+    members = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
     rows = [
         (code(name), code(annotation(value.fget)), first_line(value))
-        for name, value in vars(kind).items()
+        for name, value in members.items()
         if isinstance(value, property) and value.fget is not None and not name.startswith("_")
     ]
     return table(("name", "type", "meaning"), rows)
