@@ -177,7 +177,7 @@ def test_the_text_by_keyword():
 
 
 def test_patches_in_another_order():
-    """A token of the unified model is the patch at its place in the tensor; elsewhere tokens follow the grid."""
+    """A token of the unified model is the patch at its place; elsewhere tokens follow the grid."""
     for shape in SHAPES:
         given = {"input_ids": ids([6]), **pictures(shape, (3, 2))}
         model = tiny(shape, wrapper=True)
