@@ -167,6 +167,32 @@ def test_images_that_touch(shape):
     assert [geometry.grid for geometry in found] == [(2, 3), (2, 2), (1, 3)]
 
 
+def test_the_text_by_keyword():
+    model, call = tiny("e2b", wrapper=True), {"images": [tiny_image()]}
+    [geometry], [same] = (
+        model.image_geometry(text="abc <|image|>", **call),
+        model.image_geometry("abc <|image|>", **call),
+    )
+    assert geometry.span == same.span
+
+
+def test_patches_in_another_order():
+    """A token of the unified model is the patch at its place; elsewhere tokens follow the grid."""
+    for shape in SHAPES:
+        given = {"input_ids": ids([6]), **pictures(shape, (3, 2))}
+        model = tiny(shape, wrapper=True)
+        [plain] = model.image_geometry(given)
+        count = len(plain.patch_boxes)
+        turned = given | {"image_position_ids": given["image_position_ids"].clone()}
+        turned["image_position_ids"][0, :count] = given["image_position_ids"][0, :count].flip(0)
+        [geometry] = model.image_geometry(turned)
+        assert torch.equal(geometry.patch_boxes, plain.patch_boxes.flip(0))
+        tokens = plain.token_boxes.flip(0) if shape == "12b" else plain.token_boxes
+        assert torch.equal(geometry.token_boxes, tokens)
+        corners = geometry.patch_boxes[geometry.patches_of_token]
+        assert torch.equal(corners[..., :2].amin(1), geometry.token_boxes[:, :2])
+
+
 @every_shape
 def test_frames_of_videos(shape):
     model, video_id = tiny(shape, wrapper=True), tiny_tokenizer().get_vocab()["<|video|>"]
