@@ -11,7 +11,9 @@ PLACEHOLDERS = {"image": "<|image|>", "video": "<|video|>", "audio": "<|audio|>"
 
 
 def token_id(kind: str) -> int:
-    return tiny_tokenizer().convert_tokens_to_ids(PLACEHOLDERS[kind])
+    number = tiny_tokenizer().convert_tokens_to_ids(PLACEHOLDERS[kind])
+    assert isinstance(number, int)
+    return number
 
 
 def ids(*rows: str | list[int], kind: str = "image") -> Tensor:
