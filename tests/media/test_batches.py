@@ -261,14 +261,14 @@ def test_every_invoke_edits_the_same_attention(shape, name):
     for number in numbers:
         with torch.no_grad(), one.trace(**given[number]):
             value = getattr(one.vision.layers[0].self_attn, name)
-            value *= 0.25 + 0.25 * number
+            value[..., ::2] *= 0.25 + 0.25 * number
             wanted.append(one.vision.image_features)
     found: list[Tensor] = []
     with torch.no_grad(), one.trace() as tracer:
         for number in numbers:
             with tracer.invoke(**given[number]):
                 value = getattr(one.vision.layers[0].self_attn, name)
-                value *= 0.25 + 0.25 * number
+                value[..., ::2] *= 0.25 + 0.25 * number
                 found.append(one.vision.image_features)
     for mine, theirs, number in zip(found, wanted, numbers, strict=True):
         assert close(mine, theirs) < ALIKE, number
