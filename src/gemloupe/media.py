@@ -6,7 +6,9 @@ on the left and media one after the other, which is the order in which the wrapp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, Final
 
@@ -77,6 +79,16 @@ def token_types(config: Any, input_ids: torch.Tensor) -> torch.Tensor:
         if token is not None:
             types[input_ids == token] = number
     return types
+
+
+@cache
+def hands_on_frames(inner: type) -> bool:
+    """Whether a forward of a wrapper's inner model, of class `inner`, tells its tower of a video's frames.
+
+    transformers 5.20 takes `num_frames_per_video`, drops it, and then asks for it; `generate` does not.
+    """
+    source = inspect.getsource(inspect.unwrap(vars(inner)["forward"]))
+    return "num_frames_per_video=num_frames_per_video" in source
 
 
 # ---- one batch of several invokes --------------------------------------------------------------------------

@@ -214,6 +214,12 @@ class StandardizedTransformer(Root, TransformersModel):
         extra = self.interleaver.batcher.extra_kwargs
         config: Any = self._module.config
         sizes = check_media(config, {**kwargs, **extra})
+        inner = type(self.stack.parent._module)
+        if sizes.frames and not generating and not media.hands_on_frames(inner):
+            raise BadArgument(
+                f"{inner.__name__}.forward of this transformers release drops `num_frames_per_video`, which "
+                f"its tower then asks for.\nInstall transformers 5.24 to trace a call with video."
+            )
         encoded = {**kwargs, **extra}.get("mm_encoder_outputs")
         typed = "mm_token_type_ids" in {**kwargs, **extra} or "input_ids" not in kwargs
         if (sizes.given or encoded) and not typed:

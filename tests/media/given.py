@@ -6,10 +6,13 @@ import re
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+from transformers.models.gemma4.modeling_gemma4 import Gemma4Model
 
 from gemloupe import StandardizedTransformer
+from gemloupe.media import hands_on_frames
 from gemloupe.support import Support
 from gemloupe.testing import SHAPES, tiny, tiny_module
 from tests.core.models import SEED
@@ -25,6 +28,10 @@ MEDIA = {
 GIVEN_BY = {"image": "pixel_values", "video": "pixel_values_videos", "audio": "input_features"}
 
 Encoding = dict[str, Tensor]
+
+# transformers 5.20 drops `num_frames_per_video` on the way to the tower, so that no forward takes video.
+VIDEO = hands_on_frames(Gemma4Model)
+with_video = pytest.mark.skipif(not VIDEO, reason="this transformers release takes video in `generate` alone")
 
 
 @cache
@@ -69,6 +76,8 @@ def image(shape: str) -> Encoding:
 
 def video(shape: str) -> Encoding:
     """Two videos of two frames, a word between their frames in the first row and none in the second."""
+    if not VIDEO:
+        pytest.skip("this transformers release takes video in `generate` alone")
     rows = [[2, 60, *mark("video", 2), 61, *mark("video", 2), 62], [2, 65, 66, *mark("video", 4), 63]]
     return text(*rows) | films(shape, (2, 2, 1), (2, 1, 2))
 
@@ -81,9 +90,13 @@ def audio(shape: str) -> Encoding:
 
 def everything(shape: str) -> Encoding:
     """Images, videos and, where the model takes it, sound, in two rows of unequal length."""
-    one = [2, 60, *mark("image", 2), 61, *mark("image", 6), 62, *mark("video", 2), 60, *mark("video", 2), 65]
-    two = [2, 63, *mark("image", 12), 64, *mark("video", 2), 60, *mark("video", 2), 65]
-    media = pictures(shape, (2, 1), (3, 2), (4, 3), seed=SEED) | films(shape, (2, 2, 1), (2, 1, 2))
+    one = [2, 60, *mark("image", 2), 61, *mark("image", 6), 62]
+    two = [2, 63, *mark("image", 12), 64]
+    media = pictures(shape, (2, 1), (3, 2), (4, 3), seed=SEED)
+    if VIDEO:
+        one += [*mark("video", 2), 60, *mark("video", 2), 65]
+        two += [*mark("video", 2), 60, *mark("video", 2), 65]
+        media |= films(shape, (2, 2, 1), (2, 1, 2))
     if shape in WITH_SOUND:
         one += [*mark("audio", soft_tokens(shape, 21)), 60]
         two += [*mark("audio", soft_tokens(shape, 9)), 61]
@@ -100,14 +113,14 @@ KINDS = {"image": image, "video": video, "audio": audio, "everything": everythin
 
 
 def has(shape: str, kind: str) -> bool:
-    return kind != "audio" or shape in WITH_SOUND
+    return {"audio": shape in WITH_SOUND, "video": VIDEO}.get(kind, True)
 
 
 def types(shape: str, ids: Tensor) -> Tensor:
     """`mm_token_type_ids` as the processor counts them."""
     result = torch.zeros_like(ids)
     for number, kind in enumerate(("image", "video", "audio"), 1):
-        if has(shape, kind):
+        if kind != "audio" or shape in WITH_SOUND:
             result[ids == token_id(kind)] = number
     return result
 

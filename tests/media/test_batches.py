@@ -14,6 +14,7 @@ from gemloupe.testing import SHAPES
 from tests.media.by_hand import films, pictures, sounds
 from tests.media.given import (
     TOWERS,
+    VIDEO,
     WITH_SOUND,
     Encoding,
     axes,
@@ -23,6 +24,7 @@ from tests.media.given import (
     paths,
     soft_tokens,
     text,
+    with_video,
 )
 
 ALIKE = 5e-5  # other shapes, other roundings; a per-layer branch is normed, which magnifies them
@@ -41,13 +43,16 @@ def invokes(shape: str) -> list[Encoding]:
             **pictures(shape, (3, 2), (2, 2), seed=2, patches=32),
         ),
         row([2, 60, 61, 62]),
-        row([2, 60, *mark("video", 2), 60, *mark("video", 2), 65, 66], **films(shape, (2, 2, 1))),
-        row(
+        row([2, 60, 61, 65, 66]),
+        row([2, 60, *mark("image", 2), 61, 60], **pictures(shape, (1, 2), seed=4)),
+    ]
+    if VIDEO:
+        found[3] = row([2, 60, *mark("video", 2), 60, *mark("video", 2), 65, 66], **films(shape, (2, 2, 1)))
+        found[4] = row(
             [2, 60, *mark("image", 2), 61, *mark("video", 2), 60],
             **pictures(shape, (1, 2), seed=4),
             **films(shape, (1, 2, 1), patches=24),
-        ),
-    ]
+        )
     if shape in WITH_SOUND:
         sound = mark("audio", soft_tokens(shape, 9))
         image = pictures(shape, (1, 1), seed=5, patches=4)
@@ -190,7 +195,8 @@ def test_an_edit_in_a_batch_is_the_edit_alone(shape):
     one, given = model(shape), invokes(shape)
     path = "vision.patch_embeddings" if shape == "12b" else "vision.layers[1].layer_output"
     host, _, name = path.rpartition(".")
-    for number, features in ((1, "image_features"), (3, "video_features"), (4, "image_features")):
+    of_video = [(3, "video_features")] if VIDEO else []
+    for number, features in (*of_video, (1, "image_features"), (4, "image_features")):
 
         def edit(features: str = features) -> Any:
             value = getattr(find(one, host)[0], name)
@@ -212,6 +218,7 @@ def test_an_edit_in_a_batch_is_the_edit_alone(shape):
         assert close(found[1], logits) < ALIKE
 
 
+@with_video
 @pytest.mark.parametrize("path", ["attention_head_outputs", "own_values", "attention_values", "own_keys"])
 @pytest.mark.parametrize("shape", ["e2b", "31b"])
 def test_the_first_thing_that_an_invoke_with_video_asks_for(shape, path):
@@ -243,6 +250,30 @@ def test_the_first_thing_that_an_invoke_with_video_asks_for(shape, path):
             assert close(found[1], wanted["vision.video_features"]) < ALIKE
         else:
             assert not torch.equal(found[0], wanted["vision.video_features"])
+
+
+@pytest.mark.parametrize("name", ["attention_probabilities", "attention_scores", "attention_values"])
+@pytest.mark.parametrize("shape", ["e2b", "31b"])
+def test_every_invoke_edits_the_same_attention(shape, name):
+    one, given = model(shape), invokes(shape)
+    numbers = [number for number, encoding in enumerate(given) if "pixel_values" in encoding]
+    wanted: list[Tensor] = []
+    for number in numbers:
+        with torch.no_grad(), one.trace(**given[number]):
+            value = getattr(one.vision.layers[0].self_attn, name)
+            value[..., ::2] *= 0.25 + 0.25 * number
+            wanted.append(one.vision.image_features)
+    found: list[Tensor] = []
+    with torch.no_grad(), one.trace() as tracer:
+        for number in numbers:
+            with tracer.invoke(**given[number]):
+                value = getattr(one.vision.layers[0].self_attn, name)
+                value[..., ::2] *= 0.25 + 0.25 * number
+                found.append(one.vision.image_features)
+    for mine, theirs, number in zip(found, wanted, numbers, strict=True):
+        assert close(mine, theirs) < ALIKE, number
+        plain = alone(shape)[number]["vision.image_features"]
+        assert (close(theirs, plain) > 1e-2) == (number != 3), number
 
 
 # ---- where an axis of images looks like one of rows --------------------------------------------------------
@@ -314,6 +345,7 @@ def test_native_names_are_cut_to_the_invoke(shape):
 
 def test_the_call_s_own_arguments_are_cut_to_the_invoke():
     one, given = model("e2b"), invokes("e2b")
+    videos = ["pixel_values_videos"] if VIDEO else []
     found: list[Any] = []
     with torch.no_grad(), one.trace() as tracer:
         for encoding in given:
@@ -321,7 +353,7 @@ def test_the_call_s_own_arguments_are_cut_to_the_invoke():
                 found.append(one.inputs[1])
     for number, (kwargs, encoding) in enumerate(zip(found, given, strict=True)):
         assert len(kwargs["input_ids"]) == 1, number
-        for name in ("pixel_values", "image_position_ids", "pixel_values_videos", "input_features"):
+        for name in ("pixel_values", "image_position_ids", *videos, "input_features"):
             mine = encoding.get(name)
             assert len(kwargs[name]) == (0 if mine is None else len(mine)), (number, name)
             if mine is not None:

@@ -26,6 +26,7 @@ from tests.media.given import (
     none,
     text,
     video,
+    with_video,
 )
 from tests.media.test_batches import alone, invokes
 
@@ -225,7 +226,7 @@ def same_patterns(one: Any, shape: str) -> Tensor:
 
 @pytest.mark.parametrize("shape", ["26b-a4b", "31b"])
 def test_another_attention_between_two_traces(shape):
-    one = tiny(shape, wrapper=True, seed=SEED)
+    one: Any = tiny(shape, wrapper=True, seed=SEED)
     for attention in ("eager", "sdpa"):
         one._module.set_attn_implementation(attention)
         assert one._module.config.vision_config._attn_implementation == attention
@@ -237,7 +238,7 @@ def test_another_attention_between_two_traces(shape):
 # 2026-11-29, torch 2.13: its compiler warns of itself where a flex mask is indexed.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_patterns_under_flex_attention():
-    one = tiny("31b", wrapper=True, seed=SEED, attn_implementation="flex_attention")
+    one: Any = tiny("31b", wrapper=True, seed=SEED, attn_implementation="flex_attention")
     assert one._module.config.vision_config._attn_implementation == "flex_attention"
     found = same_patterns(one, "31b")
     real = image("31b")["attention_mask"].bool()
@@ -252,6 +253,7 @@ def alone_patterns(shape: str) -> tuple[Tensor, Tensor]:
     return towers, stream
 
 
+@with_video
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_step_is_a_pass_of_the_tower(shape):
     """Images first, then the frames of video; there is no third."""
@@ -269,6 +271,7 @@ def test_a_step_is_a_pass_of_the_tower(shape):
                     one.vision.patch_embeddings
 
 
+@with_video
 @SOME
 def test_no_later_step_has_another_s_frames(shape):
     """In a batch with video an invoke with images alone has one pass, and is told so."""

@@ -9,9 +9,10 @@ import torch
 
 from gemloupe.errors import BadArgument, NeverRan, OutOfOrder, Unavailable, UnknownName
 from gemloupe.testing import SHAPES, tiny
-from tests.media.by_hand import pictures
+from tests.media.by_hand import films, pictures
 from tests.media.given import (
     TOWERS,
+    VIDEO,
     WITH_SOUND,
     audio,
     bare,
@@ -158,6 +159,18 @@ def test_images_do_not_stand_in_for_video(shape):
         found = one.record("layers[0].layer_input")
     assert len(patches) == len(video(shape)["pixel_values_videos"])
     assert found["layers[0].layer_input"].shape[:2] == video(shape)["input_ids"].shape
+
+
+@pytest.mark.skipif(VIDEO, reason="this transformers release takes video in a forward")
+@pytest.mark.parametrize("shape", ["e2b", "31b", "12b"])
+def test_video_is_refused_where_no_forward_takes_it(shape):
+    encoding = text([2, *mark("video", 2), 60]) | films(shape, (1, 2, 1))
+    with pytest.raises(BadArgument, match=r"forward of this transformers release drops `num_frames_per"):
+        with model(shape).trace(**encoding):
+            model(shape).logits.save()
+    with torch.no_grad(), model(shape).generate(**encoding, max_new_tokens=1, do_sample=False):
+        features = model(shape).vision.video_features.save()
+    assert len(features) == 2
 
 
 @pytest.mark.parametrize("shape", ["e2b", "31b", "12b"])
