@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tokenizers import Tokenizer
 from transformers.video_utils import VideoMetadata
 
 from gemloupe.composed import compose
@@ -301,3 +302,37 @@ def test_a_processor_without_a_part_for_sound():
     del settings["feature_extractor"]
     with pytest.raises(BadArgument, match="takes no sound"):
         compose(settings, tiny_tokenizer())(text="<|audio|>", audio=tiny_sound())
+
+
+def without(*tokens: str) -> Any:
+    """The tiny tokenizer, in which these tokens are in the vocabulary and not among the special ones."""
+    plain: Any = tiny_tokenizer()
+    written = json.loads(plain.backend_tokenizer.to_str())
+    written["added_tokens"] = [token for token in written["added_tokens"] if token["content"] not in tokens]
+    names = ("boi", "image", "eoi", "boa", "audio", "eoa")
+    named = {f"{name}_token": getattr(plain, f"{name}_token") for name in names}
+    extra = {name: token for name, token in named.items() if token not in tokens}
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(written)),
+        extra_special_tokens=extra,
+        pad_token="<pad>",
+        bos_token="<bos>",
+    )
+
+
+def test_a_video_token_that_is_not_registered():
+    tokenizer = without("<|video|>")
+    assert len(tokenizer.encode("<|video|>", add_special_tokens=False)) > 1
+    given = compose(tiny_processor("e2b").to_dict(), tokenizer)(text="<|video|>", videos=tiny_video(1))
+    assert given["input_ids"] == tiny_processor("e2b")(text="<|video|>", videos=tiny_video(1))["input_ids"]
+
+
+def test_a_tokenizer_without_a_token_for_sound():
+    tokenizer = without("<|audio|>")
+    with pytest.raises(BadArgument, match="the tokenizer has no audio token, so no audio can be placed"):
+        compose(tiny_processor("e2b").to_dict(), tokenizer)(text="a", audio=tiny_sound())
+
+
+def test_what_is_passed_along_by_chats_and_left_out_types():
+    given = tiny_processor("e2b")(text="a", load_audio_from_video=False, return_mm_token_type_ids=False)
+    assert {*given} == {"input_ids", "attention_mask"}
