@@ -27,7 +27,7 @@ from .served import TokenMask
 from .steering import Frame
 from .workers import SideWorker, caller, every_step, kept, start_beside, steps
 
-__all__ = ["FORWARD_ORDER", "Collected", "collect", "record"]
+__all__ = ["FORWARD_ORDER", "Collected", "collect", "in_forward_order", "record"]
 
 Values = str | Reference | Sequence[str | Reference]
 
@@ -333,7 +333,7 @@ def collect(
         options.setdefault("logits_to_keep", 0)
     finish = Finish(positions, dtype, device, generating)
     result = Collected(asked, layouts, finish)
-    places = _in_forward_order(layouts)
+    places = in_forward_order(layouts)
     fed: dict[str, Any] = {}
 
     def task() -> None:
@@ -403,7 +403,7 @@ def record(
         {k: v[rows] for k, v in model.interleaver.encoding.items() if isinstance(v, torch.Tensor)},
         None,
     )
-    places = _in_forward_order(layouts)
+    places = in_forward_order(layouts)
 
     def task() -> None:
         for step in steps(model, first):
@@ -485,7 +485,8 @@ def _asked(model: Any, values: Values) -> tuple[dict[str, list[str]], dict[str, 
     return asked, layouts
 
 
-def _in_forward_order(paths: Iterable[str]) -> list[str]:
+def in_forward_order(paths: Iterable[str]) -> list[str]:
+    """The paths as a forward passes them."""
     return sorted(paths, key=_rank)
 
 
