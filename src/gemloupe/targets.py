@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .errors import BadArgument
 
@@ -33,8 +33,8 @@ def tiny_target(target: str) -> tuple[str, bool] | None:
     return shape, bool(rest)
 
 
-def load(target: str) -> StandardizedTransformer:
-    """The model of a target, its weights loaded.
+def load(target: str, **options: Any) -> StandardizedTransformer:
+    """The model of a target, its weights loaded; `options` say how those of a checkpoint are (`device_map`).
 
     Raises: as `StandardizedTransformer`; BadArgument, for an unknown tiny model.
     """
@@ -44,4 +44,4 @@ def load(target: str) -> StandardizedTransformer:
         return tiny(of_tiny[0], wrapper=of_tiny[1])
     from .standardized import StandardizedTransformer
 
-    return StandardizedTransformer(target, dispatch=True)
+    return StandardizedTransformer(target, dispatch=True, **options)

@@ -106,8 +106,9 @@ class Index:
             mine, theirs = getattr(self, part), getattr(other, part)
             if part == "values":
                 mine, theirs = list(mine), list(theirs)
-                if mine != theirs:
-                    yield "list of values", mine, theirs
+                new, old = set(mine) - set(theirs), set(theirs) - set(mine)
+                if new or old:
+                    yield "list of values", sorted(new) or "without them", sorted(old) or "without them"
                 continue
             for name in mine | theirs:
                 if mine.get(name) != theirs.get(name):

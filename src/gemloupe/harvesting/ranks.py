@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from nnsight.modeling.tp import device_mesh
 
 from ..errors import BadArgument, HarvestStopped
+from .rows import Form
 
 __all__ = ["Ranks", "is_divided", "joined"]
 
@@ -48,6 +50,20 @@ class Ranks:
         things: list[Any] = [None] * self.size
         dist.all_gather_object(things, thing, group=self.group)
         return things
+
+    def whole(self, rows: torch.Tensor, form: Form) -> torch.Tensor:
+        """Rows as one process would have them, where the processes hold one model between them.
+
+        nnsight makes whole what a module takes and gives. What lies between two of them is as each process
+        has it: some of the heads, or each expert's part of a sum.
+        """
+        if self.size == 1 or self.share[1] > 1:
+            return rows
+        if form.partial:
+            return torch.stack(self.gather(rows)).sum(0).to(rows.dtype)
+        if form.split is None or rows.shape[form.split[0]] == form.split[1]:
+            return rows
+        return torch.cat(self.gather(rows), form.split[0])
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -48,6 +48,11 @@ class Form:
     """Whether a row has an axis of keys."""
     masked: bool
     """Whether minus infinity means a key that is hidden."""
+    split: tuple[int, int] | None
+    """The axis of the rows that processes may have divided between them (heads), and how many there are in
+    all."""
+    partial: bool
+    """Whether processes that hold one model between them have a part of each sum."""
 
     @property
     def block(self) -> int | None:
@@ -109,4 +114,15 @@ def _form(model: Any, path: str, positions: Chooser) -> Form:
         selected=token in ("seq", "query"),
         keyed="key" in axes,
         masked=path.endswith("attention_scores"),
+        split=_split(model, path, axes),
+        partial=path.endswith("expert_outputs"),
     )
+
+
+def _split(model: Any, path: str, axes: tuple[str, ...]) -> tuple[int, int] | None:
+    """The axis of heads, counted with that of the rows, and the number of heads that the block has."""
+    name = next((name for name in ("heads", "kv_heads") if name in axes), None)
+    if name is None:
+        return None
+    host, _ = find(model, path)
+    return axes.index(name) + 1, host.num_heads if name == "heads" else host.num_kv_heads

@@ -25,7 +25,7 @@ from .batches import Batch, feed, plan, share
 from .index import FILE, Index, checksum, model_facts, value_facts, versions
 from .positions import Chooser
 from .progress import bar
-from .ranks import joined
+from .ranks import Ranks, joined
 from .rows import Form, forms
 from .sequences import Sequences, read
 from .shards import ShardFolder, aside, stopping, write_tensors
@@ -103,7 +103,7 @@ def harvest(
             with ranks.together():
                 batches = share(work.batches, done, *ranks.share, before=before)
                 with bar(work.tokens(batches, done), shown=progress and ranks.first) as advance:
-                    _run(model, work, batches, done, advance, writes=ranks.writes)
+                    _run(model, work, batches, done, advance, ranks)
             with ranks.together():
                 if ranks.first:
                     work.finish()
@@ -280,8 +280,7 @@ def _run(
     batches: list[Batch],
     done: set[int],
     advance: Callable[[int], None],
-    *,
-    writes: bool,
+    ranks: Ranks,
 ) -> None:
     """Run the batches that are not done, a shard at a time.
 
@@ -291,17 +290,17 @@ def _run(
     if first is None:
         return
     # How large a row is, and so where shards end, is known when there are some.
-    ahead: Taken | None = _read(model, work, first)
+    ahead: Taken | None = _read(model, work, first, ranks)
     like = ahead.like()
     for group in shard_plan(batches, like.row_bytes, work.asked.shard_bytes):
         if group[0].number in done:
             continue
         shard = Shard(work.forms, like, sum(batch.rows for batch in group), robust=work.asked.robust)
         for batch in group:
-            shard.put(_read(model, work, batch) if ahead is None else ahead)
+            shard.put(_read(model, work, batch, ranks) if ahead is None else ahead)
             ahead = None
             advance(batch.tokens)
-        if writes:
+        if ranks.writes:
             numbers = tuple(batch.number for batch in group)
             work.shards.write(shard.tensors, shard.statistics(), numbers)
         del shard  # before the next one is allocated
@@ -338,7 +337,7 @@ class Taken:
         return Taken({name: rows.new_empty(0, *rows.shape[1:]) for name, rows in self.rows.items()})
 
 
-def _read(model: Any, work: Work, batch: Batch) -> Taken:
+def _read(model: Any, work: Work, batch: Batch, ranks: Ranks) -> Taken:
     """Run one batch."""
     config = text_config(model._module.config)
     fed = feed(work.sequences, work.chosen, batch, pad=config.pad_token_id or 0)
@@ -353,7 +352,8 @@ def _read(model: Any, work: Work, batch: Batch) -> Taken:
             use_cache=False,
         )
     noted = {"token_ids": fed.token_ids, "positions": fed.positions, "sequences": fed.sequences}
-    return Taken(noted | {form.path: form.rows(found[form.path], fed, work.longest) for form in work.forms})
+    rows = {form.path: form.rows(found[form.path], fed, work.longest) for form in work.forms}
+    return Taken(noted | {form.path: ranks.whole(rows[form.path], form) for form in work.forms})
 
 
 class Shard:
