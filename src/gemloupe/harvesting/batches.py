@@ -68,9 +68,9 @@ def plan(lengths: torch.Tensor, counts: torch.Tensor, budget: int) -> list[Batch
         else:
             groups.append([sequence])
     random.Random("batches").shuffle(groups)
-    padded = [len(group) * sizes[group[-1]] for group in groups]
-    largest = padded.index(max(padded))
-    groups.insert(0, groups.pop(largest))
+    largest = max(range(len(groups)), key=lambda at: len(groups[at]) * sizes[groups[at][-1]], default=None)
+    if largest is not None:
+        groups.insert(0, groups.pop(largest))
     return [
         Batch(number, tuple(group), sum(sizes[at] for at in group), sum(rows[at] for at in group))
         for number, group in enumerate(groups)

@@ -62,7 +62,7 @@ def choose(
     if sample is not None:
         chosen = _sampled(sequences, chosen, sample, seed)
     if not bool(chosen.any()):
-        raise BadArgument(f"harvest: positions={described(positions)} choose no token of any sequence.")
+        raise BadArgument(f"harvest: positions={described(positions)!r} choose no token of any sequence.")
     return chosen
 
 
