@@ -104,7 +104,7 @@ def joined(model: Any) -> Iterator[Ranks]:
         model.dispatch()  # a model that is divided forms the group when it loads
     started = not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1 and _launched()
     if started:
-        dist.init_process_group("gloo")
+        _join()
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield Ranks()
         return
@@ -118,6 +118,14 @@ def joined(model: Any) -> Iterator[Ranks]:
             dist.destroy_process_group()
         else:
             dist.destroy_process_group(group)
+
+
+def _join() -> None:
+    """Form the group that `torchrun` meant. A second one in one run needs names of its own to meet under."""
+    store, rank, size = next(dist.rendezvous("env://"))
+    number = store.add(f"gemloupe/{rank}", 1)
+    store = dist.PrefixStore(f"gemloupe/{number}", store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 
 def is_divided(model: Any) -> bool:
