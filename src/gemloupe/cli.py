@@ -24,6 +24,8 @@ from .errors import GemloupeError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .standardized import StandardizedTransformer
+
 __all__ = ["app"]
 
 # Where nobody looks on, rich assumes 80 columns, too few for the table of blocks.
@@ -120,27 +122,15 @@ def verify(
     Loads the weights and runs the model on fixed tokens. Exit status 1 if a value is not what it should be.
     """
     with _quiet():
-        from safetensors import SafetensorError
-
-        from .loading import missing_weights
         from .reference.verification import verify as verified
-        from .targets import load
 
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             _refuse(f"{html} is no file that can be written; give --html PATH in a directory that is there.")
+        model = _loaded(target)
         try:
-            with missing_weights() as missing:
-                model = load(target)
-                if not model.dispatched:
-                    model.dispatch()
-            if missing:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                _refuse(f"{target} lacks {missing[0]}{more}: nothing can be said of what is made up.")
             report = replace(verified(model), model=target)
         except GemloupeError as error:
             _refuse(str(error))
-        except (OSError, SafetensorError) as error:
-            _refuse(f"{target} cannot be read: {error}")
     if as_json:
         typer.echo(report.to_json())
     else:
@@ -222,13 +212,15 @@ def harvest(
 
         from .errors import HarvestStopped
         from .harvesting.run import harvest as harvested
-        from .targets import load
 
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
             _refuse(f"there is no dtype {dtype!r}; store as float32, bfloat16, float16 or float64.")
+        if not given.is_file():
+            _refuse(f"there is no file {given}; give a text file or JSONL, one sequence a line.")
+        model = _loaded(target, **({} if device_map is None else {"device_map": device_map}))
         try:
             store = harvested(
-                load(target, **({} if device_map is None else {"device_map": device_map})),
+                model,
                 given,
                 values,
                 out,
@@ -248,6 +240,28 @@ def harvest(
             _refuse(str(error))
     if os.environ.get("RANK", "0") == "0":
         _console().print(store)
+
+
+def _loaded(target: str, **options: Any) -> StandardizedTransformer:
+    """The model of a target, with all its weights; else the end, in one line."""
+    from safetensors import SafetensorError
+
+    from .loading import missing_weights
+    from .targets import load
+
+    try:
+        with missing_weights() as missing:
+            model = load(target, **options)
+            if not model.dispatched:
+                model.dispatch()
+    except GemloupeError as error:
+        _refuse(str(error))
+    except (OSError, SafetensorError) as error:
+        _refuse(f"{target} cannot be read: {error}")
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        _refuse(f"{target} lacks {missing[0]}{more}: nothing can be said of what is made up.")
+    return model
 
 
 def _refuse(reason: str, status: int = 2) -> NoReturn:
