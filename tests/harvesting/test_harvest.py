@@ -273,10 +273,14 @@ def test_what_is_given_may_be_texts_ids_rows_or_a_file(tmp_path: Path):
 
 def test_a_hugging_face_data_set(tmp_path: Path):
     datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
-    rows = datasets.Dataset.from_dict({"text": TEXTS})
-    store = harvest(model(), rows, OUTPUT, tmp_path / "s", progress=False)
+    file = as_file(tmp_path / "in.jsonl", [json.dumps({"text": text}) for text in TEXTS])
     wanted = harvest(model(), TEXTS, OUTPUT, tmp_path / "wanted", progress=False)
-    assert torch.equal(store[OUTPUT][:], wanted[OUTPUT][:])
+    for streaming in (False, True):
+        rows = datasets.load_dataset(
+            "json", data_files=str(file), split="train", cache_dir=str(tmp_path), streaming=streaming
+        )
+        store = harvest(model(), rows, OUTPUT, tmp_path / f"s{streaming}", progress=False)
+        assert torch.equal(store[OUTPUT][:], wanted[OUTPUT][:])
 
 
 def test_sequences_without_bos_are_told_of_once(tmp_path: Path):
