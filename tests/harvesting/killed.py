@@ -13,13 +13,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from gemloupe import harvest
 from gemloupe.testing import tiny
 
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "values": ["layers.*.layer_output", "layers[4].self_attn.attention_probabilities"],
     "tokens_per_batch": 24,
     "shard_bytes": 40_000,

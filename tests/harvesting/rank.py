@@ -28,7 +28,7 @@ RANK = int(os.environ["RANK"])
 def divided(directory: str) -> StandardizedTransformer:
     """A model that the processes hold between them."""
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     config = DistributedConfig(tp_plan="auto")
     module = AutoModelForCausalLM.from_pretrained(directory, distributed_config=config)

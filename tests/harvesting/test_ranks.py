@@ -19,7 +19,7 @@ from gemloupe.testing import tiny_module, tiny_tokenizer
 from tests.harvesting.data import OUTPUTS, files, forwards, in_order, model, rows_of_ids
 
 VALUES = [OUTPUTS, "layers[4].self_attn.attention_probabilities"]
-OPTIONS = {"tokens_per_batch": 20, "shard_bytes": 12_000}
+OPTIONS: dict[str, Any] = {"tokens_per_batch": 20, "shard_bytes": 12_000}
 ROOT = Path(__file__).parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -162,7 +162,8 @@ MIXTURE = ["layers[2].mlp.expert_outputs", "layers[2].mlp.routed_output", "layer
 @pytest.mark.parametrize("shape", ["31b", "26b-a4b"])
 def test_a_model_that_the_processes_hold_between_them_gives_whole_values(shape: str, tmp_path: Path):
     # Two of everything that is divided by two.
-    module = tiny_module(shape, **({"num_global_key_value_heads": 2} if shape == "26b-a4b" else {}))
+    two: dict[str, Any] = {"num_global_key_value_heads": 2} if shape == "26b-a4b" else {}
+    module = tiny_module(shape, **two)
     module.save_pretrained(tmp_path / "model")
     values = [*DIVIDED, *(MIXTURE if shape == "26b-a4b" else ())]
     answers = launch(tmp_path, {"divided": {"values": values}}, tmp_path / "model")

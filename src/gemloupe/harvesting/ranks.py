@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from nnsight.modeling.tp import device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import BadArgument, HarvestStopped
 from .rows import Form
@@ -110,7 +112,7 @@ def joined(model: Any) -> Iterator[Ranks]:
         return
     rank, size = dist.get_rank(), dist.get_world_size()
     # Objects are gathered on the CPU, whatever moves the tensors; and shares may end hours apart.
-    group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     try:
         yield Ranks(rank, size, (0, 1) if is_divided(model) else (rank, size), group)
     finally:
@@ -122,9 +124,9 @@ def joined(model: Any) -> Iterator[Ranks]:
 
 def _join() -> None:
     """Form the group that `torchrun` meant. A second one in one run needs names of its own to meet under."""
-    store, rank, size = next(dist.rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://"))
     number = store.add(f"gemloupe/{rank}", 1)
-    store = dist.PrefixStore(f"gemloupe/{number}", store)
+    store = PrefixStore(f"gemloupe/{number}", store)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
 
 

@@ -81,8 +81,8 @@ def forms(model: Any, values: Any, positions: Chooser) -> list[Form]:
 
     Raises: UnknownName, Unavailable; BadArgument, for nothing, and for a value that has no row per token.
     """
-    alone = isinstance(values, (str, Reference)) or not isinstance(values, Iterable)
-    given = [values] if alone else list(values)
+    many = isinstance(values, Iterable) and not isinstance(values, (str, Reference))
+    given: list[Any] = list(values) if many else [values]
     if not given:
         raise BadArgument("harvest: no value was asked for; give paths such as 'layers.*.layer_output'.")
     if wrong := [value for value in given if not isinstance(value, (str, Reference))]:
