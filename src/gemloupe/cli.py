@@ -199,7 +199,10 @@ def harvest(
     ] = False,
     device_map: Annotated[
         str | None,
-        typer.Option(help="Where the weights go: auto, cuda:0, ... (accelerate).", show_default=False),
+        typer.Option(
+            help="Where the weights go: auto, cuda:0, ...; under torchrun each process's own GPU by default.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Run a model over a file of texts and write values of every token to a directory of safetensors.
@@ -217,6 +220,9 @@ def harvest(
             _refuse(f"there is no dtype {dtype!r}; store as float32, bfloat16, float16 or float64.")
         if not given.is_file():
             _refuse(f"there is no file {given}; give a text file or JSONL, one sequence a line.")
+        local = os.environ.get("LOCAL_RANK")
+        if device_map is None and local is not None and torch.cuda.is_available():
+            device_map = f"cuda:{local}"
         model = _loaded(target, **({} if device_map is None else {"device_map": device_map}))
         try:
             store = harvested(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from gemloupe import Store, harvest
+from gemloupe import Store, harvest, targets
 from gemloupe.cli import app
 from gemloupe.errors import HarvestStopped
 from gemloupe.harvesting import run
@@ -106,6 +106,26 @@ def test_a_harvest_that_stops_midway_is_exit_status_1(call: list[str], monkeypat
     monkeypatch.setattr(run, "harvest", stop)
     result = invoke(call)
     assert (result.exit_code, result.stderr) == (1, "gemloupe: harvest stopped: the disk is full\n")
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"), [([], {"device_map": "cuda:3"}), (["--device-map", "auto"], {"device_map": "auto"})]
+)
+def test_under_torchrun_each_process_has_a_gpu_of_its_own(
+    more: list[str], wanted: Any, call: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Any] = []
+
+    def load(target: str, **options: Any) -> Any:
+        asked.append(options)
+        return tiny("e2b")
+
+    monkeypatch.setattr(targets, "load", load)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert invoke([*call, *more]).exit_code == 0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert invoke([*call, *more]).exit_code == 0
+    assert asked == [{} if not more else wanted, wanted]
 
 
 def test_a_checkpoint_is_loaded_where_it_is_told_and_none_of_it_is_made_up(call: list[str], tmp_path: Path):

@@ -171,6 +171,8 @@ def test_a_sample_is_drawn_per_sequence_by_the_seed_alone(tmp_path: Path):
     one = drawn("one", seed=1)
     counts = [sum(sequence == at for sequence, _ in one) for at in range(len(LENGTHS))]
     assert counts == [min(3, length) for length in LENGTHS]
+    of_nine = [tuple(at for sequence, at in one if sequence == nine) for nine in (0, 4, 8)]
+    assert len(set(of_nine)) > 1  # each sequence has a draw of its own
     assert drawn("batches", seed=1, tokens_per_batch=7) == one
     assert drawn("two", seed=2) != one
     content = drawn("content", seed=1, positions="content")

@@ -206,6 +206,21 @@ def test_a_damaged_index_or_record_is_named(tmp_path: Path):
         Store(tmp_path)
 
 
+def test_what_a_run_of_other_processes_left_unfinished_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    wanted = files(small(tmp_path / "whole").path)
+    fills_up(monkeypatch, after=7, error=OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(HarvestStopped):
+        small(tmp_path / "s")
+    monkeypatch.undo()
+    left = tmp_path / "s" / "shards"
+    (left / "0000009999.safetensors").write_bytes(b"no record")
+    (left / ".unfinished").mkdir(exist_ok=True)
+    (left / ".unfinished" / "0000000004.json").write_bytes(b"half a")
+    assert files(small(tmp_path / "s").path) == wanted
+
+
 # ---- a full disk -------------------------------------------------------------------------------------------
 
 

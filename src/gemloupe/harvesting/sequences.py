@@ -56,10 +56,15 @@ def read(model: Any, given: Any, *, column: str | None = None, truncate: int | N
     """
     if truncate is not None and (isinstance(truncate, bool) or not isinstance(truncate, int) or truncate < 1):
         raise BadArgument(f"harvest: truncate is a number of tokens to keep, not {truncate!r}.")
-    parts = [_tokens(model, row, at, truncate) for at, row in enumerate(_rows(model, given, column))]
+    parts: list[torch.Tensor] = []
+    sizes: list[int] = []
+    for some in batched(_rows(model, given, column), _AT_ONCE):
+        rows = [_tokens(model, row, len(sizes) + at, truncate) for at, row in enumerate(some)]
+        parts.append(torch.cat(rows))  # a tensor for each of millions of sequences would be most of them
+        sizes += [len(row) for row in rows]
     if not parts:
         raise BadArgument(f"harvest: {_named(given)} holds no sequence; give texts or token ids.")
-    lengths = torch.tensor([len(part) for part in parts])
+    lengths = torch.tensor(sizes)
     config = text_config(model._module.config)
     limit = getattr(config, "max_position_embeddings", None)
     longest = int(lengths.argmax())

@@ -235,7 +235,7 @@ class Column:
 
     def __getitem__(self, rows: Wanted) -> torch.Tensor:
         if isinstance(rows, int):
-            return self._numbered(torch.tensor([_inside(rows, len(self))]))[0]
+            return self._numbered(self._inside(torch.tensor([rows])))[0]
         if isinstance(rows, slice):
             start, stop, step = rows.indices(len(self))
             if step == 1:
@@ -246,9 +246,14 @@ class Column:
             if wanted.shape != (len(self),):
                 raise BadArgument(f"a mask of rows is [{len(self)}], not {list(wanted.shape)}.")
             wanted = wanted.nonzero().flatten()
-        return self._numbered(
-            torch.tensor([_inside(int(row), len(self)) for row in wanted], dtype=torch.int64)
-        )
+        return self._numbered(self._inside(wanted.to(torch.int64)))
+
+    def _inside(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows counted from the start."""
+        past = rows[(rows < -len(self)) | (rows >= len(self))]
+        if len(past):
+            raise IndexError(f"row {int(past[0])} is past the store's {len(self)}, 0 to {len(self) - 1}.")
+        return rows % max(len(self), 1)
 
     def _run(self, start: int, stop: int) -> torch.Tensor:
         """Rows that follow each other."""
@@ -289,9 +294,3 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         """Many at a time, which is how a `DataLoader` asks."""
         found = {name: Column(self.store, name)[rows] for name in self.names}
         return [{name: tensor[i] for name, tensor in found.items()} for i in range(len(rows))]
-
-
-def _inside(row: int, rows: int) -> int:
-    if not -rows <= row < rows:
-        raise IndexError(f"row {row} is past the store's {rows}, 0 to {rows - 1}.")
-    return row % rows
