@@ -38,8 +38,10 @@ class Ends(ProgressColumn):
 def bar(total: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
     """A bar of tokens on stderr, where somebody looks on; gives the function that moves it."""
     console = Console(stderr=True)
-    looked_at = console.is_terminal or console.is_jupyter
+    if not (shown and (console.is_terminal or console.is_jupyter)):
+        yield lambda _: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), Rate(), Ends())
-    with Progress(*columns, console=console, disable=not (shown and looked_at)) as progress:
+    with Progress(*columns, console=console) as progress:
         task = progress.add_task("tokens", total=total)
         yield lambda tokens: progress.advance(task, tokens)
