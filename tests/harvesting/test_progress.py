@@ -59,7 +59,7 @@ def test_a_terminal_sees_the_bar_and_a_file_does_not(
         return consoles[-1]
 
     monkeypatch.setattr(progress, "Console", terminal)
-    harvest(model(), rows_of_ids(), OUTPUT, tmp_path / "terminal", progress=shown)
+    harvest(model(), rows_of_ids(), OUTPUT, tmp_path / "terminal", tokens_per_batch=10, progress=shown)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
     assert (f"{sum(LENGTHS)}/{sum(LENGTHS)}" in text) == shown
     assert bool(re.search(r"tokens/s +done", text)) == shown
