@@ -29,13 +29,13 @@ import transformers
 import typer
 from rich.console import Console
 
-from benchmarks import attention, capture, forward, loading, report, verifying
+from benchmarks import attention, capture, forward, harvesting, loading, report, verifying
 from benchmarks.measure import NotMeasured
 from benchmarks.models import FULL
 from benchmarks.peer import PEERS
 from benchmarks.row import Result, Row
 
-SUITES = (forward, attention, capture, verifying, loading)
+SUITES = (forward, attention, capture, harvesting, verifying, loading)
 QUICK = 3
 
 

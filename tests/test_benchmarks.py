@@ -14,7 +14,7 @@ import pytest
 import torch
 import typer
 
-from benchmarks import attention, capture, forward, loading, memory, peer, report, run, verifying
+from benchmarks import attention, capture, forward, harvesting, loading, memory, peer, report, run, verifying
 from benchmarks.measure import (
     Measurement,
     Memory,
@@ -37,8 +37,8 @@ PEER_ROWS = [each for each in capture.ROWS if each.name.endswith("transformerlen
 MEMORY_ROWS = [each for each in attention.ROWS if "/memory-" in each.name]
 FORWARD_ROWS = [
     each
-    for each in (*forward.ROWS, *attention.ROWS, *capture.ROWS, *verifying.ROWS)
-    if each not in (*PEER_ROWS, *MEMORY_ROWS)
+    for each in (*forward.ROWS, *attention.ROWS, *capture.ROWS, *harvesting.ROWS, *verifying.ROWS)
+    if each not in (*PEER_ROWS, *MEMORY_ROWS, harvesting.ROWS[-1])
 ]
 NO_SIZE: Any = None
 
@@ -111,6 +111,8 @@ def test_every_bound_that_was_promised_has_a_row() -> None:
         **{f"{shape}/collect-transformerlens": (1.0, "ratio") for shape in ("31b", "e2b")},
         "31b/stop-2": (0.35, "ratio"),  # 3 / 12 + 0.1
         "31b/stop-8": (0.85, "ratio"),  # 9 / 12 + 0.1
+        **{f"31b/{name}": (1.111, "ratio") for name in ("harvest", "harvest-200000")},  # 1 / 0.9
+        "31b/memory-harvest": (1.0, "ratio"),  # of 64 MiB, above the forward and one shard
         "verify/tiny": (3.0, "seconds"),
         "31b/verify": (60.0, "seconds"),
         "tree/directory": (1.0, "seconds"),
@@ -196,6 +198,34 @@ def test_a_row_of_memory_counts_in_patterns(one: Row) -> None:
     assert all(0 < ours < 2 * theirs for ours, theirs in zip(measured.ours, measured.theirs, strict=True))
     assert len(set(measured.ours)) == len(set(measured.theirs)) == 1
     assert "MiB" in report.numbers(Result(one, measured))[report.NUMBERS.index("ours")]
+
+
+def test_the_harvests_memory_is_counted_above_one_shard() -> None:
+    measured = harvesting.ROWS[-1].measure(TINY, 1)
+    assert isinstance(measured, Memory)
+    assert measured.unit == 64 * 2**20
+    assert measured.theirs[0] > 4096
+    # A shard is held, and nothing of all the rows' size.
+    assert 4096 < measured.ours[0] < measured.theirs[0] + 2**20
+
+
+def test_a_harvest_of_other_numbers_and_a_forward_that_goes_on_are_not_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair = twins("31b", TINY)
+    ids = harvesting.texts(TINY, 2)
+    with torch.no_grad():
+        harvesting.check(pair, ids, TINY)
+        changed = ids.clone()
+        changed[0, 5] += 1
+        harvested = harvesting.harvested(pair, changed, TINY)
+        with monkeypatch.context() as patch:
+            patch.setattr(harvesting, "harvested", lambda *_: harvested)
+            with pytest.raises(AssertionError, match="tensor 0 differs"):
+                harvesting.check(pair, ids, TINY)
+        monkeypatch.setattr(harvesting, "blocks", lambda _: [torch.nn.Identity()] * 12)
+        with pytest.raises(AssertionError, match="did not stop"):
+            harvesting.bare(pair, ids, TINY)
 
 
 def test_a_peak_is_what_was_held_at_once() -> None:

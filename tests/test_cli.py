@@ -114,6 +114,7 @@ HEAVY: Final = (
         (["tour", "--help"], []),
         (["inspect", "--help"], []),
         (["verify", "--help"], []),
+        (["harvest", "--help"], []),
         (["inspect", "tiny:e2b"], ["torch", "transformers", "nnsight", "huggingface_hub"]),
     ],
 )
@@ -135,6 +136,7 @@ def test_help_names_the_commands_and_the_shapes():
         "tour",
         "inspect",
         "verify",
+        "harvest",
     ]
     assert "--version" in text
     shapes = re.search(r"shape: (.+?)\.", invoke("tour", "--help").stdout)

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from . import families as families
     from . import testing as testing
     from .geometry import ImageGeometry as ImageGeometry
+    from .harvesting.run import harvest as harvest
+    from .harvesting.store import Store as Store
     from .plan import ModelPlan as ModelPlan
     from .plan import plan as plan
     from .reference.report import Report as Report
@@ -31,8 +33,10 @@ _HOME = {
     "Reference": ".references",
     "Report": ".reference.report",
     "StandardizedTransformer": ".standardized",
+    "Store": ".harvesting.store",
     "errors": ".errors",
     "families": ".families",
+    "harvest": ".harvesting.run",
     "plan": ".plan",
     "testing": ".testing",
     "verify": ".reference.verification",
@@ -44,9 +48,11 @@ __all__ = [
     "Reference",
     "Report",
     "StandardizedTransformer",
+    "Store",
     "__version__",
     "errors",
     "families",
+    "harvest",
     "plan",
     "testing",
     "verify",

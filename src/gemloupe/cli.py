@@ -1,8 +1,8 @@
-"""The command line: `python -m gemloupe tour`, `inspect TARGET` and `verify TARGET`.
+"""The command line: `python -m gemloupe tour`, `inspect TARGET`, `verify TARGET` and `harvest TARGET`.
 
 What a command needs is imported when it runs: `--help` and `--version` import no torch. Exit status: 0, or
-1 where the tour or a verification found something that does not hold, or 2 for a target of which nothing can
-be said, in one line on stderr.
+1 where the tour or a verification found something that does not hold or a harvest stopped midway, or 2 for a
+target of which nothing can be said or a wrong option, in one line on stderr.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -23,6 +23,8 @@ from .errors import GemloupeError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from .standardized import StandardizedTransformer
 
 __all__ = ["app"]
 
@@ -126,27 +128,15 @@ def verify(
     missing, quantized or not finite, or the definitions do not cover it.
     """
     with _quiet():
-        from safetensors import SafetensorError
-
-        from .loading import missing_weights
         from .reference.verification import verify as verified
-        from .targets import load
 
         if html is not None and (html.is_dir() or not html.parent.is_dir()):
             _refuse(f"{html} is no file that can be written; give --html PATH in a directory that is there.")
+        model = _loaded(target)
         try:
-            with missing_weights() as missing:
-                model = load(target)
-                if not model.dispatched:
-                    model.dispatch()
-            if missing:
-                more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-                _refuse(f"{target} lacks {missing[0]}{more}: nothing can be said of what is made up.")
             report = replace(verified(model), model=target)
         except GemloupeError as error:
             _refuse(str(error))
-        except (OSError, SafetensorError) as error:
-            _refuse(f"{target} cannot be read: {error}")
     if as_json:
         typer.echo(report.to_json())
     else:
@@ -159,9 +149,136 @@ def verify(
     raise typer.Exit(0 if report.held else 1)
 
 
-def _refuse(reason: str) -> NoReturn:
+@app.command()
+def harvest(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A repo id, a directory with weights, or tiny:SHAPE (tiny:SHAPE:wrapper).",
+            show_default=False,
+        ),
+    ],
+    values: Annotated[
+        list[str],
+        typer.Option(help="A value or a pattern, as layers.*.layer_output; repeatable.", show_default=False),
+    ],
+    given: Annotated[
+        Path,
+        typer.Option(
+            "--input", help="A text file or JSONL (.jsonl), one sequence a line.", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="The directory to write; one that an ended run left is gone on with.", show_default=False
+        ),
+    ],
+    positions: Annotated[
+        str, typer.Option(help="all, last, or content (no BOS, no padding, no special token).")
+    ] = "all",
+    sample: Annotated[
+        int | None, typer.Option(help="Keep so many of these tokens per sequence.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the sample.")] = 0,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="Store as float32, bfloat16, float16 or float64; by default as the model computes.",
+            show_default=False,
+        ),
+    ] = None,
+    tokens_per_batch: Annotated[int, typer.Option(help="Tokens of a batch, padding included.")] = 4096,
+    shard_mib: Annotated[int, typer.Option(help="Largest shard, in MiB.")] = 256,
+    truncate: Annotated[
+        int | None, typer.Option(help="Keep the first tokens of longer sequences.", show_default=False)
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(
+            help="The field of a JSONL row that holds the text or the ids; by default input_ids or text.",
+            show_default=False,
+        ),
+    ] = None,
+    robust: Annotated[
+        bool, typer.Option("--robust", help="Also find massive activations and outlier dimensions.")
+    ] = False,
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="Where the weights go: auto, cuda:0, ...; under torchrun each process's own GPU by default.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Run a model over a file of texts and write values of every token to a directory of safetensors.
+
+    The same command goes on with a run that ended early. Under torchrun each process takes its share. Exit
+    status 1 if it stops midway: the disk is full, or a value is not finite.
+    """
+    with _quiet():
+        import torch
+
+        from .errors import HarvestStopped
+        from .harvesting.run import harvest as harvested
+
+        if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+            _refuse(f"there is no dtype {dtype!r}; store as float32, bfloat16, float16 or float64.")
+        if not given.is_file():
+            _refuse(f"there is no file {given}; give a text file or JSONL, one sequence a line.")
+        local = os.environ.get("LOCAL_RANK")
+        if device_map is None and local is not None and torch.cuda.is_available():
+            device_map = f"cuda:{local}"
+        model = _loaded(target, text=True, **({} if device_map is None else {"device_map": device_map}))
+        try:
+            store = harvested(
+                model,
+                given,
+                values,
+                out,
+                positions=cast(Any, positions),
+                sample=sample,
+                seed=seed,
+                dtype=None if dtype is None else getattr(torch, dtype),
+                tokens_per_batch=tokens_per_batch,
+                shard_bytes=shard_mib * 2**20,
+                truncate=truncate,
+                column=column,
+                robust=robust,
+            )
+        except HarvestStopped as error:
+            _refuse(str(error), status=1)
+        except GemloupeError as error:
+            _refuse(str(error))
+    if os.environ.get("RANK", "0") == "0":
+        _console().print(store)
+
+
+def _loaded(target: str, **options: Any) -> StandardizedTransformer:
+    """The model of a target, with all its weights; else the end, in one line."""
+    from safetensors import SafetensorError
+
+    from .loading import missing_weights
+    from .targets import load
+
+    try:
+        with missing_weights() as missing:
+            model = load(target, **options)
+            if not model.dispatched:
+                model.dispatch()
+    except GemloupeError as error:
+        _refuse(str(error))
+    except (OSError, SafetensorError) as error:
+        _refuse(f"{target} cannot be read: {error}")
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        _refuse(f"{target} lacks {missing[0]}{more}: nothing can be said of what is made up.")
+    return model
+
+
+def _refuse(reason: str, status: int = 2) -> NoReturn:
     typer.echo(f"gemloupe: {' '.join(reason.split())}", err=True)
-    raise typer.Exit(2)
+    raise typer.Exit(status)
 
 
 def _console() -> Console:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 __all__ = [
     "BadArgument",
     "BadWrite",
+    "DamagedStore",
     "GemloupeError",
+    "HarvestStopped",
     "LateEdit",
     "LoadError",
     "NeverRan",
@@ -95,6 +97,14 @@ class NoSuchBlock(GemloupeError, IndexError):
 
 class BadArgument(GemloupeError, ValueError):
     """An argument that cannot be meant: a layer out of range, a vector of the wrong width."""
+
+
+class HarvestStopped(GemloupeError, RuntimeError):
+    """A harvest ended before its end: the disk is full, or a value is not finite. What is complete stays."""
+
+
+class DamagedStore(GemloupeError, OSError):
+    """A file of a store is gone, was cut or was changed."""
 
 
 class NothingEdited(UserWarning):

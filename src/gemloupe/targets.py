@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .errors import BadArgument
 
@@ -33,10 +33,10 @@ def tiny_target(target: str) -> tuple[str, bool] | None:
     return shape, bool(rest)
 
 
-def load(target: str) -> StandardizedTransformer:
-    """The model of a target, its weights loaded; from a repo id or a directory without its tokenizer.
+def load(target: str, *, text: bool = False, **options: Any) -> StandardizedTransformer:
+    """The model of a target, its weights loaded; `options` say how those of a checkpoint are (`device_map`).
 
-    It takes token ids alone then, so that a checkpoint need not have a tokenizer to be verified.
+    Without `text` it takes token ids alone, so that a checkpoint need not have a tokenizer to be verified.
 
     Raises: as `StandardizedTransformer`; BadArgument, for an unknown tiny model.
     """
@@ -48,5 +48,6 @@ def load(target: str) -> StandardizedTransformer:
     from .standardized import StandardizedTransformer
     from .tokens import NoTokenizer
 
-    tokenizer = NoTokenizer(text_config(read_config(target)))
-    return StandardizedTransformer(target, tokenizer=tokenizer, dispatch=True)
+    if not text:
+        options["tokenizer"] = NoTokenizer(text_config(read_config(target)))
+    return StandardizedTransformer(target, dispatch=True, **options)

@@ -1,0 +1,296 @@
+"""Reading a store: slices, shuffled iteration, a torch data set, and the statistics.
+
+Shards are mapped into memory, so what is not looked at is not read, but for the checksum of each shard,
+which is compared when the shard is first touched.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.utils.data import Dataset
+
+from ..errors import BadArgument, UnknownName
+from ..references import Reference
+from .index import Index
+from .shards import COLUMNS, ShardFolder, read_tensors
+from .statistics import ValueStatistics, merged
+
+__all__ = ["STATISTICS", "Column", "Rows", "Store"]
+
+STATISTICS: Final = "statistics.safetensors"
+Wanted = int | slice | Sequence[int] | torch.Tensor
+"""Rows: one (its axis is dropped), a slice, numbers, or a mask `[rows]`."""
+Names = str | Reference | Iterable[str | Reference]
+
+
+class Store:
+    """A directory that `harvest` wrote.
+
+    `store[path]` is a `Column`, whose slices are tensors: `store["layers[3].layer_output"][:100]` is
+    `[rows hidden]`. Row i of every value is of one token: `token_ids[i]`, at `positions[i]` of the sequence
+    numbered `sequences[i]`, in the order of the data set. Rows lie by batches: those of a sequence follow
+    each other, and sequences come in no order. A store whose run ended early holds what was complete, and
+    `complete` says so.
+
+    `verify=False` leaves the checksums out.
+
+    Raises: BadArgument, where there is no store; DamagedStore, for a shard that is gone or was cut, and,
+    when it is first touched, for one that was changed.
+    """
+
+    def __init__(self, path: str | Path, *, verify: bool = True) -> None:
+        self.path = Path(path)
+        self.index = Index.read(self.path)
+        self._checks = verify
+        self._folder = ShardFolder(self.path)
+        self.shards = self.index.shards if self.index.complete else tuple(self._folder.records())
+        for record in self.shards:
+            self._folder.check_size(record)
+        self._starts = torch.tensor([0, *(record.rows for record in self.shards)]).cumsum(0)
+        self._opened: dict[int, dict[str, torch.Tensor]] = {}
+
+    # -- what there is ---------------------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """Whether the harvest came to its end."""
+        return self.index.complete
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The values, in forward order."""
+        return tuple(self.index.values)
+
+    def __len__(self) -> int:
+        """Tokens that have a row."""
+        return int(self._starts[-1])
+
+    def __contains__(self, value: object) -> bool:
+        return str(value) in self.index.values
+
+    def __repr__(self) -> str:
+        state = "" if self.complete else ", not complete"
+        name = self.index.model["name"] or self.index.model["class"]
+        return f"Store({str(self.path)!r}: {len(self)} rows of {len(self.paths)} values of {name}{state})"
+
+    @cached_property
+    def statistics(self) -> dict[str, ValueStatistics]:
+        """Mean, variance and norms by value, over all rows; whole numbers and raw scores have none."""
+        parts: list[Mapping[str, torch.Tensor]]
+        if self.complete:
+            parts = [read_tensors(self.path / STATISTICS)]
+        else:
+            parts = [self._folder.statistics(record) for record in self.shards]
+        return {path: ValueStatistics.of(sums) for path, sums in merged(parts).items()}
+
+    def verify(self) -> None:
+        """Read every shard and compare its checksum.
+
+        Raises: DamagedStore, which names the first that differs.
+        """
+        for record in self.shards:
+            self._folder.check(record)
+
+    # -- rows ------------------------------------------------------------------------------------
+
+    def __getitem__(self, value: str | Reference) -> Column:
+        """The rows of a value.
+
+        Raises: UnknownName, with the nearest.
+        """
+        name = str(value)
+        if name not in (*self.index.values, *COLUMNS):
+            near = get_close_matches(name, self.index.values, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            raise UnknownName(f"{name} was not harvested; {', '.join(self.paths)} were.{meant}")
+        return Column(self, name)
+
+    @cached_property
+    def token_ids(self) -> torch.Tensor:
+        """`[rows]`, int32."""
+        return self["token_ids"][:]
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """`[rows]`, int32: each row's place in its sequence, 0 the first token."""
+        return self["positions"][:]
+
+    @cached_property
+    def sequences(self) -> torch.Tensor:
+        """`[rows]`, int64: the number of each row's sequence in the data set."""
+        return self["sequences"][:]
+
+    def of_sequence(self, sequence: int) -> slice:
+        """The rows of one sequence; none where it has none."""
+        found = (self.sequences == sequence).nonzero().flatten()
+        return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
+
+    def shuffled(
+        self, batch_size: int, values: Names | None = None, *, seed: int = 0, block: int = 4096
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """All rows once, in batches of `batch_size` (the last may be smaller), in an order that `seed`
+        decides.
+
+        Runs of `block` rows are read together, so that a disk reads in long runs: their order is random,
+        and so is the order inside each. Give another seed for another epoch. Each batch has the values (by
+        default all), `token_ids`, `positions` and `sequences`.
+
+        Raises: BadArgument, UnknownName.
+        """
+        for name, number in (("batch_size", batch_size), ("block", block)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise BadArgument(f"shuffled: {name} is a number of rows, not {number!r}.")
+        names = self._names(values)
+        return self._shuffled(batch_size, names, seed, block)
+
+    def _shuffled(
+        self, batch_size: int, names: list[str], seed: int, block: int
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        random_order = torch.Generator().manual_seed(seed)
+        starts = list(range(0, len(self), block))
+        random.Random(seed).shuffle(starts)
+        held: dict[str, torch.Tensor] = {}
+        for start in starts:
+            rows = range(start, min(start + block, len(self)))
+            order = torch.randperm(len(rows), generator=random_order)
+            block_rows = {name: Column(self, name)[rows.start : rows.stop][order] for name in names}
+            held = {name: torch.cat([held[name], t]) if held else t for name, t in block_rows.items()}
+            while len(held[names[0]]) >= batch_size:
+                yield {name: tensor[:batch_size] for name, tensor in held.items()}
+                held = {name: tensor[batch_size:] for name, tensor in held.items()}
+        if held and len(held[names[0]]):
+            yield held
+
+    def dataset(self, values: Names | None = None) -> Rows:
+        """A torch `Dataset` of the rows, for a `DataLoader`: each is a dictionary of the values (by default
+        all), `token_ids`, `positions` and `sequences`.
+
+        Raises: UnknownName.
+        """
+        return Rows(self, self._names(values))
+
+    def _names(self, values: Names | None) -> list[str]:
+        given = self.paths if values is None else [values] if isinstance(values, (str, Reference)) else values
+        return [*(self[value].name for value in given), *COLUMNS]
+
+    # -- shards ----------------------------------------------------------------------------------
+
+    def _shard(self, number: int) -> dict[str, torch.Tensor]:
+        """A shard's tensors, mapped into memory."""
+        if number not in self._opened:
+            record = self.shards[number]
+            if self._checks:
+                self._folder.check(record)
+            self._opened[number] = read_tensors(self._folder.place / record.file)
+        return self._opened[number]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": {}}  # another process maps the files itself
+
+
+class Column:
+    """The rows of one value: `column[3]`, `column[10:20]`, `column[[4, 1]]`, `column[mask]` are tensors.
+
+    A slice inside one shard is a view of the file, everything else a copy.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self.store = store
+        self.name = name
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Of the whole column, `rows` first."""
+        return ("rows", *self.store.index.values.get(self.name, {"axes": ()})["axes"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole column."""
+        return (len(self), *self._facts()["shape"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it is stored as."""
+        return getattr(torch, self._facts()["dtype"])
+
+    def _facts(self) -> dict[str, Any]:
+        if self.name in COLUMNS:
+            return {"shape": [], "dtype": "int64" if self.name == "sequences" else "int32"}
+        if not self.store.shards:
+            raise BadArgument(f"{self.store.path} has no complete shard yet, so {self.name} has no shape.")
+        return self.store.shards[0].values[self.name]
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __repr__(self) -> str:
+        return f"<{self.name} [{' '.join(self.axes)}]: {len(self)} rows>"
+
+    def __getitem__(self, rows: Wanted) -> torch.Tensor:
+        if isinstance(rows, int):
+            return self._numbered(self._inside(torch.tensor([rows])))[0]
+        if isinstance(rows, slice):
+            start, stop, step = rows.indices(len(self))
+            if step == 1:
+                return self._run(start, max(start, stop))
+            return self._numbered(torch.tensor(range(start, stop, step), dtype=torch.int64))
+        wanted = torch.as_tensor(rows)
+        if wanted.dtype == torch.bool:
+            if wanted.shape != (len(self),):
+                raise BadArgument(f"a mask of rows is [{len(self)}], not {list(wanted.shape)}.")
+            wanted = wanted.nonzero().flatten()
+        return self._numbered(self._inside(wanted.to(torch.int64)))
+
+    def _inside(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows counted from the start."""
+        past = rows[(rows < -len(self)) | (rows >= len(self))]
+        if len(past):
+            raise IndexError(f"row {int(past[0])} is past the store's {len(self)}, 0 to {len(self) - 1}.")
+        return rows % max(len(self), 1)
+
+    def _run(self, start: int, stop: int) -> torch.Tensor:
+        """Rows that follow each other."""
+        starts = self.store._starts
+        parts = []
+        for shard, record in enumerate(self.store.shards):
+            first = int(starts[shard])
+            if start < first + record.rows and stop > first:
+                parts.append(self.store._shard(shard)[self.name][max(start - first, 0) : stop - first])
+        if not parts:
+            return torch.empty(0, *self.shape[1:], dtype=self.dtype)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _numbered(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows by number, in the order given."""
+        result = torch.empty(len(rows), *self.shape[1:], dtype=self.dtype)
+        shards = torch.searchsorted(self.store._starts, rows, right=True) - 1
+        for shard in shards.unique().tolist():
+            of_it = shards == shard
+            result[of_it] = self.store._shard(shard)[self.name][rows[of_it] - self.store._starts[shard]]
+        return result
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """The rows of a store as a torch data set."""
+
+    def __init__(self, store: Store, names: list[str]) -> None:
+        self.store = store
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.store)
+
+    def __getitem__(self, row: int) -> dict[str, torch.Tensor]:
+        return {name: Column(self.store, name)[row] for name in self.names}
+
+    def __getitems__(self, rows: list[int]) -> list[dict[str, torch.Tensor]]:
+        """Many at a time, which is how a `DataLoader` asks."""
+        found = {name: Column(self.store, name)[rows] for name in self.names}
+        return [{name: tensor[i] for name, tensor in found.items()} for i in range(len(rows))]
