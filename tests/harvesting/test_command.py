@@ -116,7 +116,8 @@ def test_under_torchrun_each_process_has_a_gpu_of_its_own(
 ):
     asked: list[Any] = []
 
-    def load(target: str, **options: Any) -> Any:
+    def load(target: str, *, text: bool, **options: Any) -> Any:
+        assert text  # the sequences are tokenized
         asked.append(options)
         return tiny("e2b")
 
