@@ -133,6 +133,10 @@ class Collected(Mapping[str, Any]):
             return self._one(key)
         raise KeyError(f"{key} was not captured; {', '.join(self._asked)} were.")
 
+    def __contains__(self, value: object) -> bool:
+        """Whether a value was asked for; whether the call computed it is another matter."""
+        return str(value) in {**self._asked, **self._layouts}
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._asked)
 

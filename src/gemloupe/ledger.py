@@ -34,6 +34,9 @@ def running(interleaver: Any) -> Mediator | None:
     return mediator if mediator is not None and mediator.interleaver is interleaver else None
 
 
+# Hosts of what a generation computes in its first step alone: an edit there is complete.
+_WITH_THE_PROMPT: Final = ("vision", "projector", "audio", "audio_projector")
+
 # How many of the last tensors handed out are compared at each step; all are at the end of a run.
 RECENT: Final = 256
 
@@ -348,6 +351,8 @@ class StandardInterleaver(Interleaver):
         """Warn of a stored edit that a generation made in its first step and in no other."""
         for mediator in self.mediators if self.generating else ():
             name = self.ledger.of(mediator).wrote if mediator.copy else None
+            if name is not None and name.partition(".")[0] in _WITH_THE_PROMPT:
+                continue
             if name is not None and mediator.occurrence(self.entrance) > 1:
                 warn(
                     f"the edit of {name} that `model.edit()` keeps was made in the first step of this "

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from nnsight.modeling import processing
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn.functional import pad
 
 from .errors import BadArgument
@@ -28,6 +29,13 @@ GIVEN_BY: Final = {
     "audios": "input_features",
 }
 """What brings each kind of media into a call."""
+
+PROCESSOR_OPTIONS: Final = frozenset(
+    {"max_soft_tokens", "do_resize", "do_rescale", "rescale_factor", "do_convert_rgb", "resample"}
+    | {"video_metadata", "do_sample_frames", "num_frames", "fps", "sampling_rate"}
+    | {"images_kwargs", "videos_kwargs", "audio_kwargs", "text_kwargs"}
+)
+"""Keywords beside media that are the processor's; no forward of a Gemma 4 model has one of these names."""
 
 _KIND_OF: Final = {
     "pixel_values": "images",
@@ -109,10 +117,13 @@ def _parts(
     model: Any, inputs: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The encodings of one invoke, one after the other, and what else its call is given."""
-    chats = _chats_with_media(model, inputs[0] if inputs else None)
+    data = inputs[0] if inputs else None
+    if model.processor is not None and set(kwargs) & processing.PROCESSOR_MEDIA_KEYS:
+        return _processed(model.processor, data, kwargs)
+    chats = _chats_with_media(model, data)
     if chats:
         return [_templated(model.processor, chat.messages) for chat in chats], dict(kwargs)
-    rows, forward = processing.preprocess_invoke(model, inputs[0] if inputs else None, kwargs)
+    rows, forward = processing.preprocess_invoke(model, data, kwargs)
     if rows is not None:
         return [_tensors(row) for row in rows], forward
     arguments, encoding = forward
@@ -122,6 +133,21 @@ def _parts(
         )
     tensors = _tensors(encoding)
     return [tensors], {name: value for name, value in encoding.items() if name not in tensors}
+
+
+def _processed(
+    processor: Any, data: Any, kwargs: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the processor makes of an invoke's text and media, and what else its call is given."""
+    if data is not None and "text" in kwargs:
+        raise BadArgument("the prompt is given twice, by place and as `text=`; give one.")
+    text = {} if data is None else {"text": data}
+    known = processing.PROCESSOR_KEYS | PROCESSOR_OPTIONS
+    call = {name: value for name, value in kwargs.items() if name in known}
+    with unset_fake_temporarily():  # `scan` runs under a fake mode, in which no image can be read
+        encoding = dict(processor(**text, **call, return_tensors="pt"))
+    tensors = _tensors(encoding)
+    return [tensors], {name: value for name, value in kwargs.items() if name not in known}
 
 
 def _chats_with_media(model: Any, data: Any) -> list[Any]:
