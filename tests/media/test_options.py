@@ -1,4 +1,4 @@
-"""What a trace says beside its media, and what a capture and a kept edit say of values of the prompt alone."""
+"""What a trace says beside its media; what a capture and a kept edit say of values of the prompt alone."""
 
 from __future__ import annotations
 
