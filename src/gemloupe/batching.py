@@ -46,6 +46,8 @@ class StandardBatcher(Batcher):
     """Whose media are whose, in a batch that has some."""
     at: str = ""
     """The location that is being served."""
+    turn: int = 0
+    """How often this run had passed it before."""
 
     def add(self, *inputs: Any, **kwargs: Any) -> BatchGroup:
         check_inputs(inputs)
@@ -63,7 +65,7 @@ class StandardBatcher(Batcher):
     def narrow(self, value: Any, group: BatchGroup) -> Any:
         if self.media is None or not self.batching or group is None:
             return super().narrow(value, group)
-        return self._narrow(value, group, self.media.kind(self.at))
+        return self._narrow(value, group, self.media.kind(self.at, self.turn))
 
     def _narrow(self, value: Any, group: list, kind: str | None) -> Any:
         """nnsight's `narrow`, where the first axis may count images, frames, sounds or their tokens."""
@@ -101,7 +103,9 @@ class StandardBatcher(Batcher):
     def widen(self, full: Any, group: BatchGroup, edited: Any) -> Any:
         if not self.batching or group is None or edited is full:
             return edited
-        return self._merge(full, edited, group, None if self.media is None else self.media.kind(self.at))
+        return self._merge(
+            full, edited, group, None if self.media is None else self.media.kind(self.at, self.turn)
+        )
 
     def _merge(self, full: Any, edited: Any, group: list, kind: str | None) -> Any:
         if isinstance(full, torch.Tensor):

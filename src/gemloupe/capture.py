@@ -356,6 +356,8 @@ def collect(
             _read(model, places, layouts, result, later=step > 0)
             if not generating:
                 raise EarlyStopException
+            if not any(layout.axes[0] == "batch" for layout in layouts.values()):
+                return  # all of it comes of the prompt; nothing would be waited for in a later step
 
     interleaver = model.interleaver
     if interleaver.interleaving:

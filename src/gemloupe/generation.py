@@ -7,7 +7,7 @@ from typing import Any, Final
 from .errors import BadArgument
 from .prompts import CACHES
 
-__all__ = ["one_row_each", "one_step_each"]
+__all__ = ["one_row_each", "one_step_each", "uses_cache"]
 
 # Forwards of several tokens that are no prompt, or a prompt in several forwards.
 _UNEVEN: Final = ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model")
@@ -52,6 +52,11 @@ def one_step_each(model: Any, verb: str, *, joins: bool) -> None:
         raise BadArgument(
             f"{verb} cannot follow beams, whose rows change places; generate without num_beams."
         )
+
+
+def uses_cache(model: Any) -> bool:
+    """Whether a generation's later steps run on the new tokens alone."""
+    return _option(model, "use_cache") is not False
 
 
 def _option(model: Any, name: str) -> Any:

@@ -19,6 +19,7 @@ from greenlet import getcurrent
 from nnsight.intervention.interleaver import Event, Interleaver, Mediator, Pending
 
 from .errors import LateEdit, StepsWarning
+from .generation import uses_cache
 from .notices import warn
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def running(interleaver: Any) -> Mediator | None:
     return mediator if mediator is not None and mediator.interleaver is interleaver else None
 
 
-# Hosts of what a generation computes in its first step alone: an edit there is complete.
+# Hosts of what a generation computes in its first step alone.
 _WITH_THE_PROMPT: Final = ("vision", "projector", "audio", "audio_projector")
 
 # How many of the last tensors handed out are compared at each step; all are at the end of a run.
@@ -106,6 +107,8 @@ class WorkerState:
     moment: tuple[str, str, int] | None = None
     raw: Any = None
     call: Any = None
+    looped: bool = False
+    """The worker has been in a loop over steps."""
     wrote: str | None = None
     """A value that was edited outside any loop over steps."""
     trusted: bool = False
@@ -212,7 +215,8 @@ class Ledger:
     def wrote(self, name: str) -> None:
         """Note that the running worker edited the value `name`."""
         mediator = running(self._interleaver())
-        if mediator is not None and self.of(mediator).step is None:
+        # What a loop's last round edited goes back when the loop is over.
+        if mediator is not None and not self.of(mediator).looped:
             self.of(mediator).wrote = name
 
     def check(self, *, all: bool = False) -> None:
@@ -236,6 +240,10 @@ class Ledger:
             kept = [entry for tensor, entry in alive if tensor is not None]
             self._watched[-latest:] = kept
         return ((tensor, entry) for tensor, entry in alive if tensor is not None)
+
+
+def _has_both(media: Any, group: Any) -> bool:
+    return all(media.items(kind, group)[1] for kind in ("images", "frames"))
 
 
 def outrun_text(state: WorkerState) -> str:
@@ -317,16 +325,14 @@ class StandardInterleaver(Interleaver):
         batcher = self.batcher
         if batcher is None or batcher.media is None:
             return super().handle(provider, value)
-        # Serving a worker may run another module, whose locations come between.
-        before, batcher.at = batcher.at, provider
+        # Serving a worker may run another module, whose locations come between; what a cache keeps is cut
+        # when the visit has been counted.
+        before = batcher.at, batcher.turn
+        batcher.at, batcher.turn = provider, self.counts.get(provider, 0) - self._before.get(provider, 0)
         try:
             return super().handle(provider, value)
         finally:
-            batcher.at = before
-
-    def passes(self, location: str) -> int:
-        """How often a location was passed in this run."""
-        return self.counts.get(location, 0) - self._before.get(location, 0)
+            batcher.at, batcher.turn = before
 
     def check_dangling_mediators(self) -> None:
         self._tell_of_one_step_edits()
@@ -348,18 +354,44 @@ class StandardInterleaver(Interleaver):
         self.ledger.check(all=True)
 
     def _tell_of_one_step_edits(self) -> None:
-        """Warn of a stored edit that a generation made in its first step and in no other."""
-        for mediator in self.mediators if self.generating else ():
-            name = self.ledger.of(mediator).wrote if mediator.copy else None
-            if name is not None and name.partition(".")[0] in _WITH_THE_PROMPT:
+        """Warn of an edit that a run made once where it would have had to be made again."""
+        for mediator in self.mediators:
+            name = self.ledger.of(mediator).wrote
+            if name is None:
                 continue
-            if name is not None and mediator.occurrence(self.entrance) > 1:
+            if name.partition(".")[0] in _WITH_THE_PROMPT:
+                self._tell_of_the_other_pass(mediator, name)
+            elif self.generating and mediator.copy and mediator.occurrence(self.entrance) > 1:
                 warn(
                     f"the edit of {name} that `model.edit()` keeps was made in the first step of this "
                     f"generation, on the prompt, and not on the new tokens.\nTo make it in every step put it "
                     f"into a loop, `for step in tracer.iter[:]: ...`, or use `intervene` or `steer`.",
                     StepsWarning,
                 )
+
+    def _tell_of_the_other_pass(self, mediator: Mediator, name: str) -> None:
+        """Warn of an edit of what comes of media, where more of it comes: of video, or in a later step."""
+        batcher, group = self.batcher, mediator.batch_group
+        at_scatter = name.endswith("_features")
+        if at_scatter:
+            again = self.generating and mediator.occurrence(self.entrance) > 1
+            if again and not uses_cache(batcher.envoy):
+                warn(
+                    f"the edit of {name} was made in the first step of this generation alone: without a "
+                    f"cache the features enter the stream anew in every step.\nPut it into a loop, "
+                    f"`for step in tracer.iter[:n]: ...`, or leave use_cache on.",
+                    StepsWarning,
+                )
+            return
+        both = all(self.encoding.get(given) is not None for given in ("pixel_values", "pixel_values_videos"))
+        if not both or not name.startswith(("vision.", "projector.")):
+            return
+        if group is None or batcher.media is None or _has_both(batcher.media, group):
+            warn(
+                f"the edit of {name} was made on the images of this call and not on its video, on which the "
+                f"tower runs next.\nTo edit both: `for turn in tracer.iter[:2]: ...`.",
+                StepsWarning,
+            )
 
     def cancel(self) -> None:
         super().cancel()

@@ -7,7 +7,7 @@ on the left and media one after the other, which is the order in which the wrapp
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any, Final
@@ -184,8 +184,12 @@ def _joined(model: Any, encodings: list[dict[str, Any]]) -> dict[str, Any]:
     """Several encodings as one: texts padded to one length, media to one number of patches or frames."""
     if len(encodings) == 1:
         return encodings[0]
+    if any("input_ids" not in encoding for encoding in encodings):
+        raise BadArgument(
+            "embeddings have no place beside an invoke with images, video or sound; give token ids, or trace "
+            "them alone."
+        )
     encodings = [_complete(model, encoding, encodings) for encoding in encodings]
-    left = getattr(model.tokenizer, "padding_side", "left") != "right"
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for encoding in encodings for name in encoding):
         given = [encoding[name] for encoding in encodings if name in encoding]
@@ -193,14 +197,11 @@ def _joined(model: Any, encodings: list[dict[str, Any]]) -> dict[str, Any]:
             result[name] = torch.cat(_padded(given, _FILL.get(name, 0)))
         elif name == "mm_token_type_ids":
             width = max(types.shape[1] for types in given)
-            result[name] = torch.cat([pad(types, _beside(width - types.shape[1], left)) for types in given])
+            result[name] = torch.cat([pad(types, (width - types.shape[1], 0)) for types in given])
         else:
-            result[name] = processing.pad(model, name, given, left)
+            # On the left whatever the tokenizer's side, as the processor pads the texts of one invoke.
+            result[name] = processing.pad(model, name, given, left=True)
     return result
-
-
-def _beside(width: int, left: bool) -> tuple[int, int]:
-    return (width, 0) if left else (0, width)
 
 
 def _complete(model: Any, encoding: dict[str, Any], others: list[dict[str, Any]]) -> dict[str, Any]:
@@ -247,14 +248,12 @@ class MediaRows:
         starts: Iterable[int],
         towers: Mapping[str, tuple[str, ...]],
         calls: Iterable[str],
-        passes: Callable[[str], int],
     ) -> None:
         """sizes: soft tokens of every item. counts: items of each invoke, by kind; starts: its first row.
 
         towers: the beginning of a location, and the kinds that pass it, in turn. calls: locations of calls
-        that take media among their arguments. passes: how often a location was passed in this run.
+        that take media among their arguments.
         """
-        self._passes = passes
         self._towers = towers
         self.calls = frozenset(calls)
         self._known: dict[str, tuple[str, ...]] = {}
@@ -277,13 +276,16 @@ class MediaRows:
         """Where an invoke's items of a kind begin, how many they are, and how many there are in all."""
         return self._items[kind][group[0]]
 
-    def kind(self, location: str) -> str | None:
-        """What the first axis counts at a location: a kind of media, or `None` for the rows of the batch."""
+    def kind(self, location: str, turn: int) -> str | None:
+        """What the first axis counts at a location: a kind of media, or `None` for the rows of the batch.
+
+        turn: how often the run had passed the location before.
+        """
         kinds = self._known.get(location)
         if kinds is None:
             found = next((k for start, k in self._towers.items() if location.startswith(start)), ())
             kinds = self._known[location] = tuple(kind for kind in found if kind in self._given)
-        return kinds[self._passes(location) % len(kinds)] if kinds else None
+        return kinds[turn % len(kinds)] if kinds else None
 
     @staticmethod
     def kind_of(argument: str) -> str | None:

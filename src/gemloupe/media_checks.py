@@ -181,6 +181,8 @@ def _patch_refusals(config: Any, kind: _Kind, given: Mapping[str, Any]) -> Itera
         )
     yield from _missing(kind, given)
     positions = given[kind.beside]
+    if positions.is_floating_point():
+        yield f"{kind.beside} are whole numbers, places of patches; what is given is {positions.dtype}."
     if positions.shape != (values.shape[0], patches, 2):
         yield (
             f"{kind.beside} has shape {tuple(positions.shape)}; beside {kind.values} of shape "
@@ -308,6 +310,13 @@ def _place_refusals(
 ) -> Iterator[str]:
     if not isinstance(given.get("input_ids"), Tensor):
         return
+    types = given.get("mm_token_type_ids")
+    if isinstance(types, Tensor) and types.shape != given["input_ids"].shape:
+        yield (
+            f"mm_token_type_ids has shape {tuple(types.shape)} beside input_ids of shape "
+            f"{tuple(given['input_ids'].shape)}; it is one number a token. Leave it out: "
+            f"it is made of the ids then."
+        )
     unseen = {*CACHES, "mm_encoder_outputs"} & given.keys()
     for name, kind in _KINDS.items():
         places, wanted = _places(kind, config, given), sizes[name]

@@ -222,6 +222,11 @@ class StandardizedTransformer(Root, TransformersModel):
             )
         encoded = {**kwargs, **extra}.get("mm_encoder_outputs")
         typed = "mm_token_type_ids" in {**kwargs, **extra} or "input_ids" not in kwargs
+        if sizes.given and _faking():
+            raise BadArgument(
+                "scan cannot run images, video or sound: how many soft tokens they make is known from their "
+                "pixels and masks, not from shapes.\nTrace them."
+            )
         if (sizes.given or encoded) and not typed:
             kwargs["mm_token_type_ids"] = media.token_types(config, kwargs["input_ids"])
         beside = {name: extra[name] for name in (*CACHES, "attention_mask", "position_ids") if name in extra}
@@ -261,7 +266,7 @@ class StandardizedTransformer(Root, TransformersModel):
         for name, kinds in SCATTERED.items():
             towers[inner.location(f"source.{name}.output")] = kinds
         calls = (self.location("input"), inner.location("input"))
-        return media.MediaRows(sizes, counts, starts, towers, calls, self.interleaver.passes)
+        return media.MediaRows(sizes, counts, starts, towers, calls)
 
     # -- operations ------------------------------------------------------------------------------
 

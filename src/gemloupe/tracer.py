@@ -44,6 +44,7 @@ class Steps(Iterations):
         mediator = worker.mediator()
         state = mediator.interleaver.ledger.of(mediator)
         before, state.endless = (state.step, state.endless), self.stop is None and self.steps is None
+        state.looped = True
         try:
             generator: Any = super().__iter__()
             with closing(generator) as steps:

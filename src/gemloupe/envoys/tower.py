@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ..errors import NeverRan
+from ..generation import uses_cache
 from ..media import GIVEN_BY
 from .base import StandardEnvoy
 
@@ -47,7 +48,9 @@ class PartOfTower(StandardEnvoy):
         batcher = self.interleaver.batcher
         if batcher is None or mediator.batch_group is None or not batcher.batching or batcher.media is None:
             return slice(None)
-        start, size, _ = batcher.media.items(batcher.media.kind(batcher.at), mediator.batch_group)
+        start, size, _ = batcher.media.items(
+            batcher.media.kind(batcher.at, batcher.turn), mediator.batch_group
+        )
         return slice(start, start + size)
 
     def first_pass(self, value: Served, mediator: Mediator) -> int:
@@ -96,7 +99,7 @@ class PartOfTower(StandardEnvoy):
             return None
         if not interleaver.generating:
             return f"step {step} was asked for, and a forward has {len(given)} of it, from 0."
-        if interleaver.options.get("use_cache", True):
+        if uses_cache(self.root):
             return (
                 f"it is computed in the first step of a generation, with the prompt; step {step} has new "
                 f"tokens and no {what}.\nRead it in step 0: `if step == 0: ...`, or before the loop."
