@@ -405,19 +405,20 @@ def facts(kind: type) -> str:
 
 
 def fields(kind: type) -> str:
-    """The fields and properties of a dataclass as a table; a field's meaning is the string that follows it.
+    """The public fields and properties of a dataclass as a table.
 
+    A field's meaning is the first paragraph of the string that follows it.
     Raises: ValueError, for a field that no string follows.
     """
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(definition, ast.ClassDef)
     rows = []
     for field, after in pairwise([*definition.body, ast.Pass()]):
-        if isinstance(field, ast.AnnAssign):
-            name = ast.unparse(field.target)
+        if isinstance(field, ast.AnnAssign) and not (name := ast.unparse(field.target)).startswith("_"):
             if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
                 raise ValueError(f"{kind.__name__}.{name} has no docstring")
-            rows.append((code(name), code(axes_or_type(field.annotation)), prose(str(after.value.value))))
+            meaning = prose(str(after.value.value)).split("\n\n")[0]
+            rows.append((code(name), code(axes_or_type(field.annotation)), meaning))
     properties = facts(kind).split("\n")[2:]
     return "\n".join([table(("field", "type", "meaning"), rows), *properties])
 
