@@ -9,12 +9,14 @@ test compares the committed pages with `pages()`.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,6 +24,7 @@ from gemloupe import errors
 from gemloupe.capture import in_forward_order
 from gemloupe.card import read_card
 from gemloupe.envoys.facts import BlockFacts, TowerFacts
+from gemloupe.geometry import ImageGeometry
 from gemloupe.reference.drawing import drawing
 from gemloupe.served import Served, served_values
 from gemloupe.standardized import StandardizedTransformer
@@ -189,6 +192,15 @@ On the MLP of a mixture block:
 
 {mixture_methods}
 
+## Where a token lies in the picture
+
+`model.image_geometry` and `model.video_geometry` answer a list of `gemloupe.ImageGeometry`, one an image or
+a frame. [Images, video and sound](images.md#where-a-token-lies-in-the-picture) shows one in use.
+
+{geometry_fields}
+
+{geometry_methods}
+
 ## Errors
 
 Every error is a `gemloupe.errors.GemloupeError`; `NothingEdited`, `PromptWarning` and `StepsWarning` are
@@ -246,6 +258,8 @@ def vocabulary() -> str:
             tower_facts=facts(TowerFacts),
             methods=methods(StandardizedTransformer),
             mixture_methods=methods(HOSTS["layers[i].mlp"]),
+            geometry_fields=fields(ImageGeometry),
+            geometry_methods=methods(ImageGeometry),
             errors=error_table(link="errors.md#{}"),
         )
     )
@@ -379,14 +393,41 @@ def short_tables() -> str:
 
 
 def facts(kind: type) -> str:
-    """The public properties that a class and what it is built on define, as a table."""
-    members = {name: value for base in reversed(kind.__mro__) for name, value in vars(base).items()}
+    """The public properties that a class and its bases of the same module define, as a table."""
+    bases = [base for base in reversed(kind.__mro__) if base.__module__ == kind.__module__]
+    members = {name: value for base in bases for name, value in vars(base).items()}
     rows = [
         (code(name), code(annotation(value.fget)), first_line(value))
         for name, value in members.items()
         if isinstance(value, property) and value.fget is not None and not name.startswith("_")
     ]
     return table(("name", "type", "meaning"), rows)
+
+
+def fields(kind: type) -> str:
+    """The public fields and properties of a dataclass as a table.
+
+    A field's meaning is the first paragraph of the string that follows it.
+    Raises: ValueError, for a field that no string follows.
+    """
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    rows = []
+    for field, after in pairwise([*definition.body, ast.Pass()]):
+        if isinstance(field, ast.AnnAssign) and not (name := ast.unparse(field.target)).startswith("_"):
+            if not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+                raise ValueError(f"{kind.__name__}.{name} has no docstring")
+            meaning = prose(str(after.value.value)).split("\n\n")[0]
+            rows.append((code(name), code(axes_or_type(field.annotation)), meaning))
+    properties = facts(kind).split("\n")[2:]
+    return "\n".join([table(("field", "type", "meaning"), rows), *properties])
+
+
+def axes_or_type(annotation: ast.expr) -> str:
+    """A type as written; of a tensor its axes, `[tokens 4]` of `Float[Tensor, "tokens 4"]`."""
+    axes = [node.value for node in ast.walk(annotation) if isinstance(node, ast.Constant)]
+    axes = [axis for axis in axes if isinstance(axis, str)]
+    return f"[{axes[0].strip()}]" if axes else ast.unparse(annotation).replace(" | ", " or ")
 
 
 def annotation(function: Callable[..., Any]) -> str:

@@ -48,14 +48,19 @@ class ImageGeometry:
     patch_grid: tuple[int, int]
     """Rows and columns of patches."""
     kernel: int
+    """How many patches along a side become one token."""
     size: tuple[int, int] | None
     """Width and height of the picture as it was given."""
     resized: tuple[int, int]
     """Width and height of the picture that the patches are cut from."""
     token_of_patch: Int[Tensor, " patches"] = field(repr=False)
+    """The token that each patch goes into."""
     patches_of_token: Int[Tensor, "tokens kernel_squared"] = field(repr=False)
+    """The patches that each token pools."""
     patch_boxes: Float[Tensor, "patches 4"] = field(repr=False)
+    """What each patch sees of the picture: left, top, right, bottom."""
     token_boxes: Float[Tensor, "tokens 4"] = field(repr=False)
+    """What each token sees of the picture: left, top, right, bottom."""
     token_places: Int[Tensor, "tokens 2"] = field(repr=False)
     """Each token's row and column in the grid."""
     video: int | None = None
@@ -151,7 +156,7 @@ def image_geometry(
     """Where the tokens of each image of a call lie in its picture: one `ImageGeometry` per image, in order.
 
     Called as `trace` is: with a text and its images, or with what the processor answered, to which the
-    images may be added for their sizes.
+    images may be added for their sizes. Of a chat give what `apply_chat_template` returns.
 
         [geometry] = model.image_geometry("a cat <|image|>", images=[picture])
         with model.trace("a cat <|image|>", images=[picture]):

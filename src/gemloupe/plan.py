@@ -163,6 +163,7 @@ class TowerBlockPlan:
     intermediate_size: int
     kind: Literal["full"] = "full"
     window: None = None
+    """None: a patch sees every real patch of its image; a frame of sound only a few back, by the config."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,11 @@ class TowerFacts(HeadFacts):
 
     @property
     def window(self) -> None:
-        """None: every patch sees every other."""
+        """None: a patch sees every real patch of its image; a frame of sound only a few back, by the config.
+
+        `attention_context_left - 1` of them, itself included.
+        Source: `Gemma4AudioAttention`, which takes frames in chunks; the mask of `reference.audio`.
+        """
         return self.block_plan.window
 
     @property
