@@ -15,7 +15,7 @@ from PIL import Image, ImageOps
 import gemloupe
 from gemloupe.errors import BadArgument
 from gemloupe.geometry import ImageGeometry
-from gemloupe.testing import tiny, tiny_image, tiny_processor, tiny_tokenizer, tiny_video
+from gemloupe.testing import tiny, tiny_image, tiny_processor, tiny_sound, tiny_tokenizer, tiny_video
 from tests.media.by_hand import films, ids, pictures
 
 SHAPES = ("e2b", "31b", "12b")
@@ -379,6 +379,20 @@ def test_a_picture_on_its_side(tmp_path):
         geometry.heatmap(values, image)
     [square] = tiny("e2b", wrapper=True).image_geometry("<|image|>", images=[tiny_image(30, 30)])
     square.heatmap(range(len(square.token_boxes)), tiny_image(30, 30))
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("image", "images"), ("video", "videos"), ("audios", "audio")])
+def test_keywords_of_other_processors(wrong, right):
+    model: Any = tiny("e2b", wrapper=True)
+    items = {"image": tiny_image(), "video": tiny_video(2), "audios": tiny_sound()}
+    call: dict[str, Any] = {wrong: [items[wrong]]}
+    wanted = f"takes no `{wrong}=`. Did you mean `{right}`?"
+    text = f"<|{right.removesuffix('s')}|>"
+    with pytest.raises(BadArgument, match=re.escape(wanted)), model.trace(text, **call):
+        model.logits.save()
+    with pytest.raises(BadArgument, match=re.escape(wanted)):
+        model.collect(text, "logits", **call)
+    assert wanted in refusal(model, text, **call)
 
 
 def test_the_geometry_of_a_chat():
