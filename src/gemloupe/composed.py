@@ -24,6 +24,7 @@ KINDS: Final = ("image", "video", "audio")
 """In the order of their numbers in `mm_token_type_ids`; text is 0."""
 
 _KEYWORDS: Final = {"image": "images", "video": "videos", "audio": "audio"}
+_PLURALS: Final = {"image": "images", "video": "videos", "audio": "sounds"}
 _VIDEO_TOKEN: Final = "<|video|>"
 _FRAMES: Final = 32
 _FPS: Final = 24  # transformers' guess, where the metadata name no rate
@@ -42,9 +43,10 @@ class ComposedProcessor(ProcessorMixin):
 
     Called as transformers' processors are, by keyword: `text=`, `images=`, `videos=`, `audio=`. Each
     `<|image|>`, `<|video|>` and `<|audio|>` of the text stands for the next item of its kind, in reading
-    order, and is written out as the tokens that the item fills. Texts are padded on the left. Images are PIL
-    images, arrays, paths or URLs; a video is its frames, as images or as one array `[frames height width 3]`;
-    sound is an array of samples at the extractor's rate.
+    order, and is written out as the tokens that the item fills; items come in one list, or in a list for each
+    text. Texts are padded on the left. Images are PIL images, arrays, paths or URLs; a video is its frames,
+    as images or as one array `[frames height width 3]`; pixels go from 0 to 255. Sound is an array of samples
+    at the extractor's rate, from -1 to 1.
 
     Answers `input_ids`, `attention_mask`, `mm_token_type_ids` (0 text, 1 image, 2 video, 3 audio) and what
     the given kinds need: `pixel_values` and `image_position_ids`; `pixel_values_videos`,
@@ -53,7 +55,8 @@ class ComposedProcessor(ProcessorMixin):
         encoding = processor(text="a cat <|image|>", images=[picture], return_tensors="pt")
 
     Raises: BadArgument, where placeholders and items differ in number, for a video that has to be decoded,
-    and for an option that it does not know.
+    for pixels from 0 to 1 without `do_rescale=False`, for samples that are whole numbers, and for an option
+    that it does not know.
     """
 
     # Read off the tokenizer, which may lack some.
@@ -113,9 +116,13 @@ class ComposedProcessor(ProcessorMixin):
     ) -> BatchFeature:
         split = _split(options)
         given = {"image": images, "video": videos, "audio": audio}
-        items = {kind: self._items(kind, value) for kind, value in given.items() if value is not None}
-        rows = self._rows(text, items, images)
-        self._check_numbers(rows, given, items)
+        items = {kind: found for kind, value in given.items() if (found := self._items(kind, value))}
+        for kind, home in (("image", "images"), ("video", "frames")):
+            if split[home].get("do_rescale", True):
+                _check_bright(kind, items.get(kind, []))
+        per_row = {kind: _per_row(kind, given[kind]) for kind in items}
+        rows = self._rows(text, items, per_row)
+        self._check_numbers(rows, items, per_row)
         data: dict[str, Any] = {}
         written: dict[str, Iterator[str]] = {}
         if "image" in items:
@@ -134,23 +141,24 @@ class ComposedProcessor(ProcessorMixin):
 
     # -- text ------------------------------------------------------------------------------------------------
 
-    def _rows(self, text: Any, items: Mapping[str, list], images: Any) -> list[str]:
+    def _rows(
+        self, text: Any, items: Mapping[str, list], per_row: Mapping[str, list[int] | None]
+    ) -> list[str]:
         if text is None:
             # As transformers: a row per list of images, or per sound.
-            if "image" in items:
-                nested = isinstance(images, (list, tuple)) and isinstance(images[0], (list, tuple))
-                counts = [len(row) for row in images] if nested else [len(items["image"])]
-                return [" ".join([self.image_token] * count) for count in counts]
-            token = next((getattr(self, f"{kind}_token") for kind in items), None)
-            if token is None:
+            if not items:
                 raise BadArgument("the processor is given nothing: no text, no images, no videos, no audio.")
-            return [token] * len(next(iter(items.values())))
+            kind, found = next(iter(items.items()))
+            alone = [len(found)] if kind == "image" else [1] * len(found)
+            return [" ".join([getattr(self, f"{kind}_token")] * count) for count in per_row[kind] or alone]
         rows = [text] if isinstance(text, str) else list(text)
         if not rows or not all(isinstance(row, str) for row in rows):
             raise BadArgument("the text is one string, or a list of them, one a row.")
         return rows
 
-    def _check_numbers(self, rows: list[str], given: Mapping[str, Any], items: Mapping[str, list]) -> None:
+    def _check_numbers(
+        self, rows: list[str], items: Mapping[str, list], per_row: Mapping[str, list[int] | None]
+    ) -> None:
         for kind in KINDS:
             token = getattr(self, f"{kind}_token")
             wanted = [row.count(token) if token else 0 for row in rows]
@@ -164,10 +172,16 @@ class ComposedProcessor(ProcessorMixin):
                     f"the text has {sum(wanted)} {token} and {number} {_KEYWORDS[kind]} are given. Write one "
                     f"{token} where each stands: `processor(text=..., {_KEYWORDS[kind]}=[...])`."
                 )
-            per_row = _per_row(given[kind], len(rows)) if kind == "image" else None
-            if per_row is not None and per_row != wanted:
+            counts, plural = per_row.get(kind), _PLURALS[kind]
+            if counts is not None and len(counts) != len(rows):
                 raise BadArgument(
-                    f"the rows of the text have {wanted} {token}, and the lists of images {per_row} images."
+                    f"{len(counts)} lists of {plural} are given, and {len(rows)} texts: give a list of "
+                    f"{plural} for each text, `[]` where it has none, or all of them in one list."
+                )
+            if counts is not None and counts != wanted:
+                raise BadArgument(
+                    f"the rows of the text have {wanted} {token}, and the lists of {plural} {counts} "
+                    f"{plural}."
                 )
 
     def _write_out(self, row: str, written: Mapping[str, Iterator[str]]) -> str:
@@ -197,13 +211,21 @@ class ComposedProcessor(ProcessorMixin):
     # -- items -----------------------------------------------------------------------------------------------
 
     def _items(self, kind: str, value: Any) -> list:
+        found = [] if value is None else _each(kind, value)
         if kind == "video":
-            return [_frames(video) for video in videos_in(value)]
+            return [_frames(video) for video in found]
         if kind == "audio":
-            if self.feature_extractor is None:
+            if found and self.feature_extractor is None:
                 raise BadArgument("this processor takes no sound: it has no feature extractor.")
-            return _each_sound(value)
-        return [self.image_processor.fetch_images(image) for image in _flat(value)]
+            return [_samples(sound) for sound in found]
+        if any(image is None for image in found):
+            raise BadArgument(
+                "an image is None. Leave it out; a text without images has an empty list, `[]`."
+            )
+        return [
+            self.image_processor.fetch_images(str(image) if isinstance(image, Path) else image)
+            for image in found
+        ]
 
     def _image(self, size: int, token: str) -> str:
         return f"{self.boi_token}{token * size}{self.eoi_token}"
@@ -337,10 +359,52 @@ def _flat(value: Any) -> list:
     return [value]
 
 
-def _per_row(images: Any, rows: int) -> list[int] | None:
-    """How many images each row is given, where they come in a list per row."""
-    lists = isinstance(images, (list, tuple)) and all(isinstance(entry, (list, tuple)) for entry in images)
-    return [len(_flat(entry)) for entry in images] if lists and len(images) == rows else None
+def _is_list(kind: str, value: Any) -> bool:
+    """Whether this is a list of items, and not an item that is written as a list."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    if kind == "video":
+        return not _is_video(value)
+    return kind == "image" or not _is_sound(value)
+
+
+def _each(kind: str, value: Any) -> list:
+    """Each item of what is given, however deep in lists."""
+    if kind == "video":
+        return videos_in(value)
+    return [item for entry in value for item in _each(kind, entry)] if _is_list(kind, value) else [value]
+
+
+def _per_row(kind: str, value: Any) -> list[int] | None:
+    """How many items each row is given, where they come in a list per row.
+
+    Raises: BadArgument, where some come in lists and some do not.
+    """
+    lists = [_is_list(kind, entry) for entry in value] if _is_list(kind, value) else []
+    if not any(lists):
+        return None
+    if not all(lists):
+        plural = _PLURALS[kind]
+        raise BadArgument(
+            f"some {plural} are given in lists and some are not: give a list of {plural} for each text, `[]` "
+            f"where it has none, or all of them in one list."
+        )
+    return [len(_each(kind, entry)) for entry in value]
+
+
+def _check_bright(kind: str, items: Sequence[Any]) -> None:
+    """Refuse arrays from 0 to 1, which would be taken as nearly black.
+
+    Raises: BadArgument.
+    """
+    for index, item in enumerate(items):
+        real = "float" in str(getattr(item, "dtype", ""))  # of an array or of a tensor
+        if real and 0 not in item.shape and 0 < (largest := item.max().item()) <= 1:
+            raise BadArgument(
+                f"{kind} {index} has no value above {largest:.4g}, and pixels go from 0 to 255. Give "
+                f"`255 * pixels`; or call the processor on its own, which takes 0 to 1 with "
+                f"`do_rescale=False`, and trace what it returns."
+            )
 
 
 def videos_in(value: Any) -> list:
@@ -357,7 +421,7 @@ def videos_in(value: Any) -> list:
         return list(value)
     if _is_video(value):
         return [value]
-    if isinstance(value, (list, tuple)) and value:
+    if isinstance(value, (list, tuple)):
         return [video for entry in value for video in videos_in(entry)]
     raise BadArgument(
         "a video is given as its frames: a list of images, or an array [frames height width 3]; several "
@@ -410,16 +474,43 @@ def _clock(seconds: float) -> str:
     return f"{int(seconds // 60):02d}:{int(seconds % 60):02d}"
 
 
-def _each_sound(value: Any) -> list[np.ndarray]:
-    if isinstance(value, (str, Path)) or (
-        isinstance(value, (list, tuple)) and isinstance(value[0], (str, Path))
-    ):
+def _is_sound(value: Sequence[Any]) -> bool:
+    """Whether a list is one sound: plain numbers, or the samples and the rate of a file."""
+    return _is_pair(value) or (bool(value) and isinstance(value[0], (int, float, np.number)))
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether this is an array and a number, in either order, as the readers of files return them."""
+    if not isinstance(value, (list, tuple)) or len(value) != 2:
+        return False
+    numbers = [isinstance(part, (int, float, np.number)) for part in value]
+    return any(getattr(part, "ndim", 0) for part in value) and any(numbers)
+
+
+def _samples(sound: Any) -> np.ndarray:
+    """A sound's samples.  [samples]
+
+    Raises: BadArgument, for a file, for samples with their rate, for whole numbers, for several channels.
+    """
+    if isinstance(sound, (str, Path)):
         raise BadArgument(
             "sound is given as its samples, an array of numbers at the model's rate: decode the file first, "
             "for example with `soundfile.read`."
         )
-    arrays = value if isinstance(value, (list, tuple)) and np.ndim(value[0]) else [value]
-    sounds = [np.asarray(array, dtype=np.float32) for array in arrays]
-    if any(sound.ndim != 1 for sound in sounds):
+    if isinstance(sound, Mapping) or _is_pair(sound):
+        form = "a dict that holds them" if isinstance(sound, Mapping) else "a pair of them"
+        raise BadArgument(
+            f"sound is given as its samples alone, at the model's rate, and not as {form} and their rate: "
+            f"`audio=[samples]`."
+        )
+    samples = np.asarray(sound)
+    if samples.dtype.kind in "iu":
+        raise BadArgument(
+            f"the samples of a sound go from -1 to 1, and these are {samples.dtype}. Give "
+            f"`samples / 32768`, where they have 16 bits."
+        )
+    if samples.dtype.kind != "f":
+        raise BadArgument(f"a sound is an array of samples, not {type(sound).__name__}.")
+    if samples.ndim != 1:
         raise BadArgument("sound has one channel: an array [samples] each.")
-    return sounds
+    return samples.astype(np.float32)

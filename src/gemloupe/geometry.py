@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from jaxtyping import Float, Int
+from nnsight.modeling import processing
 from torch import Tensor
 
 from .errors import BadArgument
@@ -25,6 +27,11 @@ __all__ = ["ImageGeometry", "image_geometry", "video_geometry"]
 
 # From low to high: dark violet, blue, green, yellow, as matplotlib's viridis runs.
 _RAMP: Final = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
+
+
+_OF_ROW: Final = "From a whole row take `values[geometry.tokens]`"
+_OF_CALL: Final = "From all features of the call take `values[geometry.features]`"
+_OF_PATCHES: Final = "From one per patch take `values[geometry.patches_of_token].mean(-1)`"
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +50,11 @@ class ImageGeometry:
     """Its tokens in the row, padding counted: from start to stop."""
     seq: int
     """How long the row is, padding counted."""
+    features: slice
+    """Its rows among the call's `vision.image_features`; for a frame, among its `vision.video_features`.
+
+    of_this_image = image_features[geometry.features]
+    """
     grid: tuple[int, int]
     """Rows and columns of soft tokens."""
     patch_grid: tuple[int, int]
@@ -63,10 +75,14 @@ class ImageGeometry:
     """What each token sees of the picture: left, top, right, bottom."""
     token_places: Int[Tensor, "tokens 2"] = field(repr=False)
     """Each token's row and column in the grid."""
+    _lines: tuple[tuple[int, str], ...] = field(repr=False)
+    """What else there may be a value for, as how many, and the line that makes one per token of it."""
     video: int | None = None
     """Which video the frame is of; None for an image."""
     frame: int | None = None
-    """Which of the video's frames it is, of those that the model sees."""
+    """Which of the video's frames it is, as the video was given: of more frames than the processor takes, 32
+    unless it is told otherwise, the model sees some. Where the video is not given (`size` is None), which of
+    those that the model sees."""
 
     @property
     def tokens(self) -> slice:
@@ -83,7 +99,7 @@ class ImageGeometry:
         values: `[tokens]`, or `[rows columns]` as the grid. They run from dark violet (the smallest) to
         yellow (the largest). image: what is painted over, of any size; grey where it is left out.
         Raises: BadArgument, for another number of values, for one that is no number, for an opacity that is
-        not between 0 and 1.
+        not between 0 and 1, for an image that lies on its side.
         """
         import numpy as np
         from PIL import Image
@@ -95,7 +111,9 @@ class ImageGeometry:
         if image is None:
             under = np.full((height, width, 3), 128.0)
         else:
-            under = np.asarray(_picture(image).convert("RGB"), dtype=np.float64)
+            picture = _picture(image)
+            self._check_upright(picture)
+            under = np.asarray(picture.convert("RGB"), dtype=np.float64)
             height, width = under.shape[:2]
         token = self._token_at(width, height).numpy()
         covered = token >= 0
@@ -130,15 +148,25 @@ class ImageGeometry:
         if numbers.shape == self.grid and count == numbers.numel():
             numbers = numbers[tuple(self.token_places.T)]
         if numbers.shape != (count,):
+            lines = [line for number, line in self._lines if numbers.shape == (number,)]
             raise BadArgument(
                 f"a heatmap takes one number per token of the image, [{count}] or [{self.grid[0]} "
-                f"{self.grid[1]}]; the values have shape {tuple(numbers.shape)}. From a whole row take "
-                f"`values[geometry.tokens]`."
+                f"{self.grid[1]}]; the values have shape {tuple(numbers.shape)}. "
+                f"{'; '.join(lines) or _OF_ROW}."
             )
         if not bool(numbers.isfinite().all()):
             index = int((~numbers.isfinite()).nonzero()[0])
             raise BadArgument(f"value {index} of the heatmap is {float(numbers[index])}.")
         return numbers
+
+    def _check_upright(self, picture: Image) -> None:
+        width, height = picture.size
+        if width != height and self.size == (height, width):
+            raise BadArgument(
+                f"the image is {width} x {height} pixels and was {height} x {width} when the processor took "
+                f"it, which turns a file upright as its EXIF says: give "
+                f"`PIL.ImageOps.exif_transpose(image)`, or the path."
+            )
 
     def _token_at(self, width: int, height: int) -> Tensor:
         """Which token each pixel's centre lies in, -1 for none.  [height width]"""
@@ -186,22 +214,42 @@ def video_geometry(
     encoding = _encoding(model, prompt, {"videos": videos, **given})
     config = model._module.config
     count = check_media(config, encoding)
-    places = [(video, frame) for video, frames in enumerate(count.videos) for frame in range(frames)]
-    sizes = None
-    if videos is not None:
-        of_video = [_size(video[0]) for video in _videos(videos)]
-        if len(of_video) != len(count.videos):
+    lengths, sizes, given_videos = count.videos, None, None if videos is None else _videos(videos)
+    if given_videos is not None:
+        if len(given_videos) != len(count.videos):
             raise BadArgument(
-                f"{len(of_video)} videos are given, and the encoding holds {len(count.videos)}."
+                f"{len(given_videos)} videos are given, and the encoding holds {len(count.videos)}."
             )
-        sizes = [of_video[video] for video, _ in places]
+        lengths = [len(video) for video in given_videos]
+        sizes = [
+            _size(video[0])
+            for video, seen in zip(given_videos, count.videos, strict=True)
+            for _ in range(seen)
+        ]
+    places = [
+        (video, frame)
+        for video, (length, seen) in enumerate(zip(lengths, count.videos, strict=True))
+        for frame in _frames_taken(video, length, seen)
+    ]
     names = ("pixel_values_videos", "video_position_ids", "videos")
     return _geometries(config, encoding, names, count.frame_spans, sizes, places)
+
+
+def _frames_taken(video: int, length: int, seen: int) -> list[int]:
+    """Which frames of a video the processor takes, spread as `composed` and transformers' own spread them."""
+    if seen > length:
+        raise BadArgument(f"video {video} has {length} frames, and the encoding holds {seen} of it.")
+    return [index * length // seen for index in range(seen)]
 
 
 def _encoding(model: Any, prompt: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What the model would be called with: what is given, or what the processor makes of it."""
     given = {name: value for name, value in given.items() if value is not None}
+    if processing.as_chats(prompt) is not None:
+        raise BadArgument(
+            "the geometry of a chat is read off its encoding: give what `processor.apply_chat_template(chat, "
+            'tokenize=True, return_dict=True, return_tensors="pt")` returns.'
+        )
     if isinstance(prompt, Mapping):
         given = {**prompt, **given}
     elif prompt is not None:
@@ -232,10 +280,13 @@ def _geometries(
         raise BadArgument(f"{len(sizes)} {keyword} are given, and the encoding holds {len(positions)}.")
     seq = encoding["input_ids"].shape[-1]
     side, kernel = patch_side(config), kernel_side(config)
+    ends = list(accumulate((span.stop - span.start for span in spans), initial=0))
     return [
         _geometry(
             span,
             seq,
+            ends[index],
+            ends[-1],
             positions[index].cpu(),
             side,
             kernel,
@@ -249,6 +300,8 @@ def _geometries(
 def _geometry(
     span: Span,
     seq: int,
+    first: int,
+    features: int,
     positions: Tensor,
     side: int,
     kernel: int,
@@ -272,6 +325,7 @@ def _geometry(
         row=span.row,
         span=(span.start, span.stop),
         seq=seq,
+        features=slice(first, first + span.stop - span.start),
         grid=(rows // kernel, cells),
         patch_grid=(rows, columns),
         kernel=kernel,
@@ -282,6 +336,7 @@ def _geometry(
         patch_boxes=_boxes(patches, width / columns, height / rows),
         token_boxes=_boxes(token_places, width / columns * kernel, height / rows * kernel),
         token_places=token_places,
+        _lines=((features, _OF_CALL), (seq, _OF_ROW), *((n, _OF_PATCHES) for n in {len(x), len(positions)})),
         video=place[0],
         frame=place[1],
     )

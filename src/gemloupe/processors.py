@@ -27,6 +27,9 @@ MULTIMODAL: Final = ("image-text-to-text", "any-to-any")
 """The tasks whose pipelines prepare their input with a processor."""
 
 _MEDIA: Final = ("images", "image", "videos", "video", "audio", "audios")
+_MEANT: Final = {"image": "images", "video": "videos", "audios": "audio"}
+"""Keywords of other processors that nnsight hands on, and what Gemma 4's calls them."""
+
 _PROCESSORS: Final = {"gemma4": "Gemma4Processor", "gemma4_unified": "Gemma4UnifiedProcessor"}
 
 
@@ -196,12 +199,17 @@ def _token_differences(processor: Any, tokenizer: Any, config: Any) -> Iterator[
 
 
 def check_media_keywords(processor: Any, wrapper: bool, names: set[str]) -> None:
-    """Refuse keywords that a processor would take, where there is none.
+    """Refuse keywords that a processor would take, where there is none, and those that this one would not.
 
     Raises: BadArgument.
     """
     name = next((name for name in _MEDIA if name in names), None)
-    if name is None or processor is not None:
+    if processor is not None:
+        wrong = next((name for name in _MEANT if name in names), None)
+        if wrong is not None:
+            raise BadArgument(f"the processor takes no `{wrong}=`. Did you mean `{_MEANT[wrong]}`?")
+        return
+    if name is None:
         return
     if not wrapper:
         raise BadArgument(

@@ -297,6 +297,128 @@ def test_refusals(call, message):
         tiny_processor("e2b")(**call)
 
 
+# -- what is given in another form ---------------------------------------------------------------------------
+
+PIXELS = np.asarray(tiny_image())
+FROM_ZERO_TO_ONE: dict[str, dict[str, Any]] = {
+    "image": {"text": "<|image|>", "images": [PIXELS / 255]},
+    "tensor": {"text": "<|image|>", "images": torch.tensor(PIXELS / 255).permute(2, 0, 1)},
+    "second image": {"text": "<|image|><|image|>", "images": [tiny_image(), PIXELS / 255]},
+    "half": {"text": "<|image|>", "images": [torch.tensor(PIXELS / 255, dtype=torch.bfloat16)]},
+    "video": {"text": "<|video|>", "videos": [tiny_video() / 255]},
+    "frames": {"text": "<|video|>", "videos": [[*(tiny_video() / 255)]]},
+}
+
+
+@pytest.mark.parametrize("name", FROM_ZERO_TO_ONE)
+def test_pixels_from_zero_to_one_are_refused(name):
+    with pytest.raises(BadArgument, match=r"has no value above .*pixels go from 0 to 255.*do_rescale=False"):
+        tiny_processor("e2b")(**FROM_ZERO_TO_ONE[name])
+
+
+def test_pixels_from_zero_to_one_that_are_said_to_be():
+    processor = tiny_processor("e2b")
+    for kind, pixels in (("image", PIXELS), ("video", tiny_video())):
+        keyword = f"{kind}s"
+        whole = processor(**{"text": f"<|{kind}|>", keyword: [pixels]}, return_tensors="pt")
+        name = "pixel_values" if kind == "image" else "pixel_values_videos"
+        share = (pixels / 255).astype(np.float32)
+        for options in ({"do_rescale": False}, {f"{keyword}_kwargs": {"do_rescale": False}}):
+            call = {"text": f"<|{kind}|>", keyword: [share], **options}
+            given = processor(**call, return_tensors="pt")
+            assert (given[name] - whole[name]).abs().max() < 0.01  # bytes are rounded when they are resized
+    black = processor(text="<|image|>", images=[np.zeros((32, 48, 3))], return_tensors="pt")
+    assert (black["pixel_values"] == 0).all()
+    floats = processor(text="<|image|>", images=[PIXELS.astype(np.float32)], return_tensors="pt")
+    assert floats["pixel_values"].max() > 0.5
+
+
+SOUND_FORMS: dict[str, tuple[Any, str]] = {
+    "int16": ((tiny_sound() * 32767).astype(np.int16), "these are int16. Give `samples / 32768`"),
+    "int16 in a list": ([(tiny_sound() * 32767).astype(np.int16)], "these are int16"),
+    "whole numbers": ([[3, -2] * 999], "these are int64"),
+    "samples and rate": ((tiny_sound(), 16000), "alone, at the model's rate, and not as a pair of them"),
+    "samples and rate in a list": ([(tiny_sound(), 16000)], "not as a pair of them and their rate"),
+    "rate and samples": ([(16000, tiny_sound())], "not as a pair of them and their rate"),
+    "dict": ({"array": tiny_sound(), "sampling_rate": 16000}, "not as a dict that holds them and their rate"),
+    "dict in a list": ([{"array": tiny_sound(), "sampling_rate": 16000}], "not as a dict"),
+    "none": ([None], "a sound is an array of samples, not NoneType"),
+    "file": (["a.wav"], "decode the file first"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND_FORMS)
+def test_sound_in_another_form_is_refused(name):
+    sound, message = SOUND_FORMS[name]
+    with pytest.raises(BadArgument, match=re.escape(message)):
+        tiny_processor("e2b")(text="<|audio|>", audio=sound)
+
+
+@pytest.mark.parametrize("number", [1, 3], ids=str)
+def test_as_many_lists_as_texts(number):
+    text, lists = ["<|image|>", "a"], [[tiny_image()], [], []][:number]
+    with pytest.raises(BadArgument, match=rf"{number} lists of images are given, and 2 texts: give a list"):
+        tiny_processor("e2b")(text=text, images=lists)
+    with pytest.raises(BadArgument, match="2 lists of images are given, and 1 texts"):
+        tiny_processor("e2b")(text="<|image|><|image|>", images=[[tiny_image()], [tiny_image()]])
+
+
+def test_lists_beside_what_is_none():
+    processor, both_texts = tiny_processor("e2b"), ["<|image|>", "<|image|>"]
+    with pytest.raises(BadArgument, match="some images are given in lists and some are not"):
+        processor(text=both_texts, images=[tiny_image(), [tiny_image()]])
+    with pytest.raises(BadArgument, match="an image is None"):
+        processor(text=both_texts, images=[[tiny_image()], [None]])
+    with pytest.raises(BadArgument, match="a video is given as its frames"):
+        processor(text="<|video|>", videos=[None])
+
+
+EMPTY: dict[str, Any] = {"nothing": [], "an empty list": [[]], "empty lists": [[], []], "a tuple": ()}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.parametrize("keyword", ["images", "videos", "audio"])
+def test_empty_lists_are_nothing(keyword, name):
+    processor, call = tiny_processor("e2b"), {keyword: EMPTY[name]}
+    text = ["a", "abc"]
+    assert_same(processor(text=text, **call, return_tensors="pt"), processor(text=text, return_tensors="pt"))
+    token = f"<|{keyword.removesuffix('s')}|>"
+    with pytest.raises(BadArgument, match=re.escape(f"the text has 1 {token} and 0 {keyword} are given")):
+        processor(text=token, **call)
+    with pytest.raises(BadArgument, match="the processor is given nothing"):
+        processor(**call)
+
+
+def test_sounds_and_videos_in_a_list_for_each_text():
+    processor, sounds, film = tiny_processor("e2b"), [tiny_sound(0.1), tiny_sound(0.3)], tiny_video(2)
+    text = ["<|audio|>", "and <|audio|>"]
+    flat = processor(text=text, audio=sounds, return_tensors="pt")
+    assert_same(processor(text=text, audio=[[sound] for sound in sounds], return_tensors="pt"), flat)
+    alone = processor(audio=[sounds, []], return_tensors="pt")
+    assert alone["mm_token_type_ids"].any(-1).tolist() == [True, False]
+    assert torch.equal(alone["input_features"], flat["input_features"])
+    assert_same(
+        processor(text="<|audio|>", audio=sounds[0].tolist(), return_tensors="pt"),
+        processor(text="<|audio|>", audio=sounds[0], return_tensors="pt"),
+    )
+    flat = processor(text=["<|video|>", "a"], videos=[film], return_tensors="pt")
+    for lists in ([[film], []], [[[Image.fromarray(frame) for frame in film]], []]):
+        assert_same(processor(text=["<|video|>", "a"], videos=lists, return_tensors="pt"), flat)
+    given = {"audio": sounds[:1], "videos": [film]}
+    for keyword, items in given.items():
+        call: dict[str, Any] = {"text": ["a", f"<|{keyword.removesuffix('s')}|>"], keyword: [items, []]}
+        with pytest.raises(BadArgument, match=r"the rows of the text have \[0, 1\]"):
+            processor(**call)
+
+
+def test_an_image_by_its_path(tmp_path):
+    processor, path = tiny_processor("e2b"), tmp_path / "picture.png"
+    tiny_image().save(path)
+    given = processor(text="<|image|>", images=tiny_image(), return_tensors="pt")
+    for form in (path, str(path), [path], [[path]]):
+        assert_same(processor(text="<|image|>", images=form, return_tensors="pt"), given)
+
+
 def test_a_processor_without_a_part_for_sound():
     settings = tiny_processor("e2b").to_dict()
     del settings["feature_extractor"]

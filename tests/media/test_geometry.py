@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 import gemloupe
 from gemloupe.errors import BadArgument
 from gemloupe.geometry import ImageGeometry
-from gemloupe.testing import tiny, tiny_image, tiny_processor, tiny_tokenizer, tiny_video
+from gemloupe.testing import tiny, tiny_image, tiny_processor, tiny_sound, tiny_tokenizer, tiny_video
 from tests.media.by_hand import films, ids, pictures
 
 SHAPES = ("e2b", "31b", "12b")
@@ -211,6 +211,58 @@ def test_frames_of_videos(shape):
     assert [g.span for g in model.video_geometry(touching)] == [(2, 6), (6, 10)]
 
 
+def test_frames_are_numbered_as_the_video_was_given():
+    """By the features: the frames whose change is seen are those that the geometry names, in its order."""
+    model: Any = tiny("e2b", wrapper=True)
+    film = np.zeros((40, 8, 8, 3), np.uint8)
+    found = model.video_geometry("<|video|>", videos=[film])
+    frames = [geometry.frame for geometry in found]
+    assert len(frames) == 32
+
+    def seen(video: np.ndarray) -> torch.Tensor:
+        given = tiny_processor("e2b")(text="<|video|>", videos=[video], return_tensors="pt")
+        return given["pixel_values_videos"].flatten(1)
+
+    plain, moved = seen(film), {}
+    for frame in range(40):
+        changed = film.copy()
+        changed[frame] = 255
+        moved[frame] = (seen(changed) != plain).any(-1).nonzero().flatten().tolist()
+    assert {frame: seen for frame, seen in moved.items() if seen} == {f: [i] for i, f in enumerate(frames)}
+    given = tiny_processor("e2b")(text="<|video|>", videos=[film], num_frames=4, return_tensors="pt")
+    pictures_ = [Image.fromarray(frame) for frame in film]
+    assert [g.frame for g in model.video_geometry(given, videos=[pictures_])] == [0, 10, 20, 30]
+    assert [g.frame for g in model.video_geometry(given)] == [0, 1, 2, 3]
+    with pytest.raises(BadArgument, match="video 0 has 3 frames, and the encoding holds 4 of it"):
+        model.video_geometry(given, videos=[film[:3]])
+
+
+@every_shape
+def test_features_of_each_image(shape):
+    model: Any = tiny(shape, wrapper=True)
+    images, videos = (
+        [tiny_image(48, 32), tiny_image(20, 90), tiny_image(9, 9)],
+        [tiny_video(2), tiny_video(1)],
+    )
+    call = {"images": images, "videos": videos}
+    text = ["<|video|> of <|image|>", "<|image|> and <|image|> <|video|>"]
+    found, frames = model.image_geometry(text, **call), model.video_geometry(text, **call)
+    given = tiny_processor(shape)(text=text, **call, return_tensors="pt")
+    kinds = {"vision.image_features": found, "vision.video_features": frames}
+    for name, places in kinds.items():
+        features = model.collect(given, name)[name]
+        assert features.shape[0] == places[-1].features.stop
+        for geometry in places:
+            if name == "vision.image_features":
+                alone = model.collect("<|image|>", name, images=[images[found.index(geometry)]])[name]
+            else:
+                film = videos[geometry.video][geometry.frame][None]
+                alone = model.collect("<|video|>", name, videos=[film])[name]
+            mine = features[geometry.features]
+            assert mine.shape == alone.shape
+            assert torch.allclose(mine, alone, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "image",
     [
@@ -287,6 +339,74 @@ def test_values_that_fit_no_picture(values, message):
         geometry.heatmap(values)
     with pytest.raises(BadArgument, match="opacity is between 0 and 1, not 2"):
         geometry.heatmap(torch.zeros(6), opacity=2)
+
+
+def test_values_of_something_else_say_what_to_take():
+    model: Any = tiny("e2b", wrapper=True)
+    images = [tiny_image(48, 32), tiny_image(20, 90)]
+    text = "a <|image|> and <|image|> of it"
+    name, tower = "vision.image_features", "vision.layers[0].layer_output"
+    _, geometry = model.image_geometry(text, images=images)
+    read = model.collect(text, [name, tower, "logits"], images=images)
+    patches = read[tower][1].norm(dim=-1)
+    real = patches[: len(geometry.patch_boxes)]
+    cases = {
+        "geometry.features": read[name].norm(dim=-1),
+        "geometry.tokens": read["logits"][0].norm(dim=-1),
+        "geometry.patches_of_token": real,
+        "geometry.patches_of_token].mean(-1)": patches,
+    }
+    for line, values in cases.items():
+        with pytest.raises(BadArgument, match=re.escape(f"`values[{line}")):
+            geometry.heatmap(values)
+    for values in (cases["geometry.features"][geometry.features], real[geometry.patches_of_token].mean(-1)):
+        geometry.heatmap(values)
+
+
+def test_a_picture_on_its_side(tmp_path):
+    stored, path = tiny_image(60, 30), tmp_path / "turned.jpg"
+    exif = stored.getexif()
+    exif[0x0112] = 6
+    stored.save(path, exif=exif)
+    [geometry] = tiny("e2b", wrapper=True).image_geometry("<|image|>", images=[path])
+    assert geometry.size == (30, 60)
+    values = range(len(geometry.token_boxes))
+    with Image.open(path) as opened, pytest.raises(BadArgument, match="60 x 30 pixels and was 30 x 60 when"):
+        geometry.heatmap(values, opened)
+    with Image.open(path) as opened:
+        upright = ImageOps.exif_transpose(opened)
+    for image in (path, upright, tiny_image(60, 31), tiny_image(15, 30)):
+        geometry.heatmap(values, image)
+    [square] = tiny("e2b", wrapper=True).image_geometry("<|image|>", images=[tiny_image(30, 30)])
+    square.heatmap(range(len(square.token_boxes)), tiny_image(30, 30))
+
+
+@pytest.mark.parametrize(("wrong", "right"), [("image", "images"), ("video", "videos"), ("audios", "audio")])
+def test_keywords_of_other_processors(wrong, right):
+    model: Any = tiny("e2b", wrapper=True)
+    items = {"image": tiny_image(), "video": tiny_video(2), "audios": tiny_sound()}
+    call: dict[str, Any] = {wrong: [items[wrong]]}
+    wanted = f"takes no `{wrong}=`. Did you mean `{right}`?"
+    text = f"<|{right.removesuffix('s')}|>"
+    with pytest.raises(BadArgument, match=re.escape(wanted)), model.trace(text, **call):
+        model.logits.save()
+    with pytest.raises(BadArgument, match=re.escape(wanted)):
+        model.collect(text, "logits", **call)
+    assert wanted in refusal(model, text, **call)
+
+
+def test_the_geometry_of_a_chat():
+    model: Any = tiny("e2b", wrapper=True)
+    picture = tiny_image()
+    content = [{"type": "image", "image": picture}, {"type": "text", "text": "What?"}]
+    chat = [{"role": "user", "content": content}]
+    for form in (chat, [chat, chat]):
+        assert "give what `processor.apply_chat_template(chat, tokenize=True" in refusal(model, form)
+    given = model.processor.apply_chat_template(
+        chat, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    [geometry] = model.image_geometry(given, images=[picture])
+    assert geometry.size == picture.size
 
 
 # -- heatmaps ------------------------------------------------------------------------------------------------
