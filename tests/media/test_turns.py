@@ -120,7 +120,7 @@ def test_embeddings_beside_an_invoke_with_images_are_refused():
 
 
 def test_invokes_with_media_are_padded_on_the_left_whatever_the_tokenizer_does():
-    one = tiny(SHAPE, wrapper=True)
+    one: Any = tiny(SHAPE, wrapper=True)
     one.tokenizer.padding_side = "right"
     with torch.no_grad(), one.trace() as tracer:
         with tracer.invoke("<|image|>", images=[tiny_image()]):
