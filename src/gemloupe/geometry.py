@@ -28,7 +28,7 @@ __all__ = ["ImageGeometry", "image_geometry", "video_geometry"]
 # From low to high: dark violet, blue, green, yellow, as matplotlib's viridis runs.
 _RAMP: Final = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 
-
+# What to take of values that are for more than the tokens of one image.
 _OF_ROW: Final = "From a whole row take `values[geometry.tokens]`"
 _OF_CALL: Final = "From all features of the call take `values[geometry.features]`"
 _OF_PATCHES: Final = "From one per patch take `values[geometry.patches_of_token].mean(-1)`"
