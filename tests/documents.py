@@ -77,9 +77,10 @@ def fences(page: str) -> Iterator[Fence]:
         at, after = end + 1, end
 
 
-def run(page: str, name: str, folder: Path) -> int:
+def run(page: str, name: str, folder: Path, *, without: str | None = None) -> int:
     """Run a page's python blocks, in `folder`; how many things it shows were compared.
 
+    `without`: a pattern; blocks in which it is found are left out.
     Raises: Mismatch, naming the page and the line.
     """
     blocks = list(fences(page))
@@ -94,7 +95,7 @@ def run(page: str, name: str, folder: Path) -> int:
             warnings.simplefilter("error")
             torch.manual_seed(0)
             for block, below in zip(blocks, [*blocks[1:], None], strict=True):
-                if block.language != "python":
+                if block.language != "python" or (without and re.search(without, block.text)):
                     continue
                 if block.title is not None:
                     (folder / block.title).write_text(block.text + "\n", encoding="utf-8")

@@ -22,6 +22,7 @@ from gemloupe.layouts import LAYOUTS
 from gemloupe.support import HOSTS
 from gemloupe.testing import save_tiny, tiny, tiny_image, tiny_sound, tiny_video
 from tests.documents import Mismatch, fences, run, same
+from tests.media.given import VIDEO
 
 ROOT = Path(__file__).parent.parent
 # Written by `make bench`, which checks what it writes; it holds no code.
@@ -81,7 +82,10 @@ def test_every_snippet_runs_and_shows_what_comes_out(page, hub, tmp_path, monkey
     monkeypatch.setattr(families, "_MODULES", dict(families._MODULES))
     monkeypatch.chdir(tmp_path)
     hub(TEXTS[page])
-    assert run(TEXTS[page], PAGES[page].stem.lower().replace("-", "_"), tmp_path) > 0
+    # What is shown of video runs where the installed transformers takes it.
+    without = None if VIDEO else r"videos=|video_|film"
+    name = PAGES[page].stem.lower().replace("-", "_")
+    assert run(TEXTS[page], name, tmp_path, without=without) > 0
 
 
 def test_the_pages_have_snippets():
@@ -253,7 +257,7 @@ CALLS: Final = {
 }
 """The tiny model, whether it is the wrapper, and what it is given."""
 
-each_call = pytest.mark.parametrize("call", CALLS)
+each_call = pytest.mark.parametrize("call", [call for call in CALLS if VIDEO or "video" not in call])
 
 
 @each_call

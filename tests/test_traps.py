@@ -18,6 +18,7 @@ from gemloupe.standardized import StandardizedTransformer
 from gemloupe.support import HOSTS
 from gemloupe.testing import SHAPES, tiny_config, tiny_module, tiny_tokenizer
 from gemloupe.traps import traps
+from tests.media.given import with_video
 from tests.test_plan import PUBLISHED
 from tests.test_testing import audio_inputs, image_inputs
 
@@ -355,6 +356,7 @@ def test_padded_rows_run_like_the_others(shape: str):
     assert torch.allclose(stream[0], stream[1], atol=1e-5)  # the padding made no soft token, and moved none
 
 
+@with_video
 @each_shape
 def test_the_tower_runs_on_images_and_then_on_frames(shape: str):
     model: Any = tiny_module(shape, wrapper=True)

@@ -17,6 +17,7 @@ from gemloupe.errors import BadArgument
 from gemloupe.geometry import ImageGeometry
 from gemloupe.testing import tiny, tiny_image, tiny_processor, tiny_sound, tiny_tokenizer, tiny_video
 from tests.media.by_hand import films, ids, pictures
+from tests.media.given import with_video
 
 SHAPES = ("e2b", "31b", "12b")
 every_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -237,6 +238,7 @@ def test_frames_are_numbered_as_the_video_was_given():
         model.video_geometry(given, videos=[film[:3]])
 
 
+@with_video
 @every_shape
 def test_features_of_each_image(shape):
     model: Any = tiny(shape, wrapper=True)

@@ -10,6 +10,7 @@ import torch
 
 from gemloupe.errors import BadArgument, StepsWarning
 from gemloupe.testing import tiny, tiny_image, tiny_video
+from tests.media.given import with_video
 
 PROMPT = "A photo: <|image|>"
 
@@ -29,6 +30,10 @@ def test_the_processor_s_options_go_to_the_processor():
         shape_of("vision.patch_mask", images=[image], max_soft_tokens=budget) for budget in (70, 140)
     )
     assert many[1] == 2 * few[1]
+
+
+@with_video
+def test_a_video_s_times_go_to_the_processor():
     written = model().processor(
         text="<|video|>", videos=[tiny_video(3)], video_metadata={"fps": 1.0}, return_tensors="pt"
     )
