@@ -21,7 +21,7 @@ from .errors import BadArgument
 from .media_checks import MediaCount
 from .processors import MULTIMODAL
 
-__all__ = ["GIVEN_BY", "MediaRows", "has_media", "join", "rows_in", "token_types"]
+__all__ = ["GIVEN_BY", "TOWERS", "MediaRows", "has_media", "join", "rows_in", "token_types"]
 
 GIVEN_BY: Final = {
     "images": "pixel_values",
@@ -36,6 +36,14 @@ PROCESSOR_OPTIONS: Final = frozenset(
     | {"images_kwargs", "videos_kwargs", "audio_kwargs", "text_kwargs"}
 )
 """Keywords beside media that are the processor's; no forward of a Gemma 4 model has one of these names."""
+
+TOWERS: Final[dict[str, tuple[str, ...]]] = {
+    "vision": ("images", "frames"),
+    "projector": ("images", "frames"),
+    "audio": ("audios",),
+    "audio_projector": ("audios",),
+}
+"""The modules that media pass on their way into the stream, and what passes them, in turn."""
 
 _KIND_OF: Final = {
     "pixel_values": "images",

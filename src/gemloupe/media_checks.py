@@ -13,9 +13,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from .errors import BadArgument
+from .ledger import is_fake
 from .prompts import CACHES
 
 __all__ = ["MediaCount", "Span", "check_media", "feature_width", "kernel_side", "patch_side"]
@@ -109,7 +110,7 @@ def check_media(config: Any, encoding: Mapping[str, Any]) -> MediaCount:
     given = {name: value for name, value in encoding.items() if value is not None}
     with unset_fake_temporarily():  # `scan` prepares its inputs under a fake mode
         _refuse(_shape_refusals(config, given))
-        if not all(_concrete(value) for value in given.values()):
+        if any(isinstance(value, Tensor) and is_fake(value) for value in given.values()):
             return MediaCount()
         _refuse(_position_refusals(config, given))
         sizes = {name: _sizes(name, config, given) for name in _KINDS}
@@ -389,7 +390,3 @@ def _whole(counts: Any) -> tuple[int, ...]:
 def _listed(counts: tuple[int, ...]) -> str:
     shown = ", ".join(str(count) for count in counts[:8])
     return f"{shown}, ..." if len(counts) > 8 else shown
-
-
-def _concrete(value: Any) -> bool:
-    return not isinstance(value, Tensor) or not (isinstance(value, FakeTensor) or value.device.type == "meta")

@@ -255,12 +255,7 @@ class StandardizedTransformer(Root, TransformersModel):
         starts = accumulate((encoding["input_ids"].shape[0] for encoding in each[:-1]), initial=0)
         inner = self.stack.parent
         towers: dict[str, tuple[str, ...]] = {}
-        for name, kinds in (
-            ("vision", ("images", "frames")),
-            ("projector", ("images", "frames")),
-            ("audio", ("audios",)),
-            ("audio_projector", ("audios",)),
-        ):
+        for name, kinds in media.TOWERS.items():
             if support.why_not(self, name) is None:
                 towers[f"{getattr(self, name).path}."] = kinds
         for name, kinds in SCATTERED.items():

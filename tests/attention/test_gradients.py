@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,30 +11,10 @@ from torch import Tensor
 from gemloupe.testing import SHAPES
 from tests.attention.values import CALL, OWN, attention, sources
 from tests.core.models import SEED, Case
+from tests.wide import WIDE, all_in_float64  # noqa: F401  # the fixture is used by its name
 
-WIDE = torch.float64
+pytestmark = pytest.mark.usefixtures("all_in_float64")
 STEP = 1e-6
-
-
-@pytest.fixture(autouse=True)
-def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keeps norms and softmaxes in float64.
-
-    transformers runs them in float32 whatever the dtype, which would leave a difference four digits.
-    """
-    narrow, softmax = Tensor.float, torch.nn.functional.softmax
-
-    def kept(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if tensor.dtype == WIDE else narrow(tensor, *args, **kwargs)
-
-    def in_its_own(tensor: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        return softmax(tensor, *args, dtype=WIDE if tensor.dtype == WIDE else dtype, **kwargs)
-
-    monkeypatch.setattr(Tensor, "float", kept)
-    monkeypatch.setattr(torch.nn.functional, "softmax", in_its_own)
-    monkeypatch.setattr(torch, "softmax", in_its_own)
-    yield
-    monkeypatch.undo()
 
 
 def loss_of(logits: Tensor, length: int) -> Any:

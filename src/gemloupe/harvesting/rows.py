@@ -23,6 +23,7 @@ import torch
 from ..capture import in_forward_order
 from ..errors import BadArgument
 from ..layouts import Layout
+from ..media import TOWERS
 from ..paths import expand, find
 from ..references import Reference
 from .batches import Feed
@@ -30,7 +31,6 @@ from .positions import Chooser
 
 __all__ = ["Form", "forms"]
 
-_MEDIA: Final = ("vision", "projector", "audio", "audio_projector")
 _TOKENS: Final = ("seq", "query", "key")
 
 
@@ -95,7 +95,7 @@ def _form(model: Any, path: str, positions: Chooser) -> Form:
     _, served = find(model, path)
     assert served is not None  # `expand` names values alone
     layout = served.layout
-    if path.partition(".")[0] in _MEDIA or layout.axes[0] != "batch":
+    if path.partition(".")[0] in TOWERS or layout.axes[0] != "batch":
         raise BadArgument(
             f"harvest: {path} {layout} is a value of images, video or sound, which have no row per token and "
             f"are not harvested; `model.collect(inputs, {path!r})` reads it."
