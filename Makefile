@@ -50,7 +50,7 @@ bench: $(VENV)/.dev  ## measure against the bare model
 	$(RUN) benchmarks/run.py $(ARGS)
 
 clean:  ## remove the environments and all that was built
-	rm -rf $(VENV) $(FLOOR) .venv-transformerlens site dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) .venv-transformerlens .venv-nnterp site dist build .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # $(call install,VENV,CONSTRAINTS,EXTRA)

@@ -1,28 +1,22 @@
-"""`collect`: every block's output, against plain hooks, nnsight and TransformerLens; and the early stop."""
+"""`collect`: every block's output, against plain hooks; and the early stop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Final
 
-import nnsight
 import torch
 
 from benchmarks.forward import HOOKS, Run, blocks, hook_outputs, hooked, plain, row
-from benchmarks.measure import Measurement, NotMeasured, Sample, Side, alternate, insist
-from benchmarks.models import Size, Twins, twins
-from benchmarks.peer import transformerlens
+from benchmarks.measure import insist
+from benchmarks.models import Twins
 from benchmarks.row import Row
 
-__all__ = ["ROWS"]
+__all__ = ["OUTPUTS", "ROWS", "block", "collect_outputs"]
 
 OUTPUTS: Final = "layers.*.layer_output"
 LAYERS: Final = 12
 """Blocks of the full size, in which the blocks to stop after are counted."""
-RELEASE: Final = "4.3"
-"""Of TransformerLens, as benchmarks/peers/requirements-transformerlens.txt has it."""
-TOLERANCE: Final = 1e-3
-"""How far TransformerLens' tensors may be from ours, whose largest are about ten: it runs eager attention."""
 
 
 # ---- every block's output ----------------------------------------------------------------------------------
@@ -31,31 +25,6 @@ TOLERANCE: Final = 1e-3
 def collect_outputs(pair: Twins) -> list[torch.Tensor]:
     kept = pair.model.collect(pair.inputs, OUTPUTS)
     return [kept[path] for path in kept.paths(OUTPUTS)]
-
-
-def nnsight_outputs(pair: Twins) -> list[torch.Tensor]:
-    model = pair.nnsight
-    with model.trace(pair.inputs):
-        kept = nnsight.save([layer.output for layer in model.model.layers])
-    return kept
-
-
-def against_transformerlens(shape: str) -> Callable[[Size, int], Measurement]:
-    def measure(size: Size, pairs: int) -> Measurement:
-        pair = twins(shape, size)
-        with torch.no_grad(), transformerlens(pair) as peer:
-            if not peer.versions.startswith(f"transformer-lens {RELEASE}."):
-                raise NotMeasured(f"TransformerLens {RELEASE} is compared with, not {peer.versions}")
-            weights = sum(weight.numel() for weight in pair.bare.parameters())
-            assert peer.weights == weights, f"TransformerLens has {peer.weights} weights, we have {weights}"
-            insist(collect_outputs(pair), peer.outputs(), TOLERANCE)
-            return alternate(Side(lambda: collect_outputs(pair)), Side(peer.time, clock=_itself), pairs)
-
-    return measure
-
-
-def _itself(sample: Sample) -> Sample:
-    return sample
 
 
 # ---- the early stop ----------------------------------------------------------------------------------------
@@ -100,16 +69,6 @@ def collect_row(shape: str, kind: str) -> Row:
     return row(shape, "collect", what, HOOKS, collect_outputs, hook_outputs, bound=1.05)
 
 
-def transformerlens_row(shape: str, kind: str) -> Row:
-    return Row(
-        f"{shape}/collect-transformerlens",
-        f"{kind}: `collect` of every `layer_output`",
-        f"TransformerLens {RELEASE}'s `run_with_cache` of the same, in its own process (eager attention)",
-        against_transformerlens(shape),
-        bound=1.0,
-    )
-
-
 def stop_row(k: int) -> Row:
     """A row of a forward that stops after block k: its share of the blocks, and a tenth for all the rest."""
     return row(
@@ -126,16 +85,6 @@ def stop_row(k: int) -> Row:
 
 ROWS: list[Row] = [
     collect_row("31b", "dense"),
-    row(
-        "31b",
-        "collect-nnsight",
-        "dense: `collect` of every `layer_output`",
-        "a trace of bare nnsight that saves the same tensors",
-        collect_outputs,
-        nnsight_outputs,
-    ),
-    transformerlens_row("31b", "dense"),
     *(stop_row(k) for k in (2, 8)),
     collect_row("e2b", "E2B-like"),
-    transformerlens_row("e2b", "E2B-like"),
 ]

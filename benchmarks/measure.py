@@ -13,7 +13,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import comb
@@ -198,9 +198,9 @@ def python(code: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", f"import sys; sys.path.insert(0, {place!r})\n{code}", *arguments]
 
 
-def timed_in_process(arguments: Sequence[str]) -> Sample:
+def timed_in_process(arguments: Sequence[str], env: Mapping[str, str] | None = None) -> Sample:
     """The `[wall, cpu]` that a command of `python` printed as its last line."""
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True, env=env)
     return Sample(*json.loads(done.stdout.strip().split("\n")[-1]))
 
 

@@ -1,7 +1,8 @@
-"""A peer that cannot share our environment: TransformerLens in one of its own, asked for one call at a time.
+"""Peers that cannot share our environment: each in one of its own, asked for one run of a job at a time.
 
-The process stays alive between requests, so that its calls and ours are still measured in turn.
-Its environment is made on first use, or named: `--peers PATH`, or the variable GEMLOUPE_PEERS.
+The process stays alive between requests, so that its runs and ours are still measured in turn.
+An environment is made on first use, or named: `--transformerlens PATH` and `--nnterp PATH`, or the variables
+GEMLOUPE_TRANSFORMERLENS and GEMLOUPE_NNTERP.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,36 +24,70 @@ from benchmarks.measure import NotMeasured, Sample
 from benchmarks.models import Twins
 from gemloupe.testing import tiny_tokenizer
 
-__all__ = ["PEERS", "Peer", "transformerlens"]
+__all__ = ["NNTERP", "TRANSFORMERLENS", "Kind", "Peer", "environment", "started"]
 
-PEERS: Final = "GEMLOUPE_PEERS"
 ROOT: Final = Path(__file__).parents[1]
-OWN: Final = ROOT / ".venv-transformerlens"
-SERVER: Final = ROOT / "benchmarks" / "peers" / "serve_transformerlens.py"
-REQUIREMENTS: Final = ROOT / "benchmarks" / "peers" / "requirements-transformerlens.txt"
+PLACE: Final = ROOT / "benchmarks" / "peers"
 LIMIT: Final = 1800
-"""Seconds that making the environment may take: it is more than a gigabyte."""
+"""Seconds that making an environment may take: it is more than a gigabyte."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of the peers."""
+
+    name: str
+    package: str
+    release: str
+    """That is measured, as its requirements have it."""
+
+    @property
+    def variable(self) -> str:
+        """Names an environment that has it."""
+        return f"GEMLOUPE_{self.name.upper()}"
+
+    @property
+    def server(self) -> Path:
+        return PLACE / f"serve_{self.name.lower()}.py"
+
+    @property
+    def requirements(self) -> Path:
+        return PLACE / f"requirements-{self.name.lower()}.txt"
+
+    @property
+    def own(self) -> Path:
+        """The environment that is made where none is named."""
+        return ROOT / f".venv-{self.name.lower()}"
+
+
+TRANSFORMERLENS: Final = Kind("TransformerLens", "transformer-lens", "4.3")
+NNTERP: Final = Kind("nnterp", "nnterp", "1.3")
 
 
 class Peer:
     """The process of a peer, which has the same weights and the same prompt as the twins."""
 
-    def __init__(self, process: subprocess.Popen[str], errors: Any) -> None:
+    def __init__(self, kind: Kind, process: subprocess.Popen[str], errors: Any) -> None:
+        self.kind = kind
         self.process = process
         self.errors = errors
         about = self._answer()
         self.weights: int = about["weights"]
         self.versions: str = about["versions"]
 
-    def time(self) -> Sample:
-        """What one call took the peer, by its own clock."""
-        return Sample(*self._ask("time"))
+    def time(self, job: str) -> Sample:
+        """What one run of a job took the peer, by its own clock."""
+        return Sample(*self._ask(f"time {job}"))
 
-    def outputs(self) -> list[torch.Tensor]:
-        """What one call of the peer kept."""
+    def peak(self, job: str) -> int:
+        """The most bytes that torch's allocator held at once during one run of a job."""
+        return self._ask(f"peak {job}")
+
+    def kept(self, job: str) -> list[torch.Tensor]:
+        """The tensors that one run of a job gives."""
         with tempfile.TemporaryDirectory() as folder:
-            place = Path(folder) / "outputs.pt"
-            self._ask(f"keep {place}")
+            place = Path(folder) / "kept.pt"
+            self._ask(f"keep {job} {place}")
             return torch.load(place)
 
     def _ask(self, request: str) -> Any:
@@ -70,63 +106,71 @@ class Peer:
     def _give_up(self) -> None:
         self.process.wait()
         self.errors.seek(0)
-        raise NotMeasured(f"TransformerLens' process ended: {last_line(self.errors.read())}")
+        raise NotMeasured(f"{self.kind.name}'s process ended: {last_line(self.errors.read())}")
 
 
 @contextmanager
-def transformerlens(pair: Twins) -> Iterator[Peer]:
-    """TransformerLens on the twins' model and prompt, with as many threads as we have.
+def started(kind: Kind, pair: Twins) -> Iterator[Peer]:
+    """A peer on the twins' model and prompt, with as many threads as we have.
 
-    Raises: NotMeasured, where it has no environment or ends before it has answered.
+    Raises: NotMeasured, where it has no environment, is another release, or ends before it has answered.
     """
-    python = environment() / "bin" / "python"
+    python = environment(kind) / "bin" / "python"
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
         pair.bare.save_pretrained(folder)
         tiny_tokenizer().save_pretrained(folder)
         torch.save(pair.inputs["input_ids"], Path(folder) / "prompt.pt")
-        # Its packages are its own: ours must not be found first.
-        own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         process = subprocess.Popen(
-            [python, SERVER, folder, str(torch.get_num_threads())],
+            [python, kind.server, folder, str(torch.get_num_threads())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env=own,
+            env=alone(),
         )
         with process:  # on the way out its input is closed, which ends it
-            yield Peer(process, errors)
+            peer = Peer(kind, process, errors)
+            if not peer.versions.startswith(f"{kind.package} {kind.release}."):
+                raise NotMeasured(f"{kind.name} {kind.release} is compared with, not {peer.versions}")
+            weights = sum(weight.numel() for weight in pair.bare.parameters())
+            assert peer.weights == weights, f"{kind.name} has {peer.weights} weights, we have {weights}"
+            yield peer
 
 
-def environment() -> Path:
+def alone() -> dict[str, str]:
+    """The environment variables of a peer's process: its packages are its own, ours must not come first."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def environment(kind: Kind) -> Path:
     """The environment that was named, or our own, made where it is not there yet.
 
     Raises: NotMeasured, where there is none to be had.
     """
-    if named := os.environ.get(PEERS):
+    if named := os.environ.get(kind.variable):
         if not (Path(named) / "bin" / "python").exists():
-            raise NotMeasured(f"there is no environment for TransformerLens at {named}")
+            raise NotMeasured(f"there is no environment for {kind.name} at {named}")
         return Path(named)
-    done = OWN / ".installed"  # an installation that was interrupted lacks it
+    done = kind.own / ".installed"  # an installation that was interrupted lacks it
     if not done.exists():
         try:
-            make(OWN)
+            make(kind)
         except (subprocess.SubprocessError, OSError) as error:
             said = getattr(error, "stderr", None) or str(error)
             raise NotMeasured(
-                f"TransformerLens' environment cannot be made: {last_line(said)}. "
-                f"Name one that has it by --peers or {PEERS}"
+                f"{kind.name}'s environment cannot be made: {last_line(said)}. "
+                f"Name one that has it by --{kind.name.lower()} or {kind.variable}"
             ) from error
         done.touch()
-    return OWN
+    return kind.own
 
 
-def make(place: Path) -> None:
-    """An environment with TransformerLens: minutes, and more than a gigabyte."""
-    print(f"Installing TransformerLens into {place}.", file=sys.stderr)
-    run([sys.executable, "-m", "venv", "--clear", place])
+def make(kind: Kind) -> None:
+    """An environment with a peer: minutes, and more than a gigabyte."""
+    print(f"Installing {kind.name} into {kind.own}.", file=sys.stderr)
+    run([sys.executable, "-m", "venv", "--clear", kind.own])
     options = ["--quiet", "--disable-pip-version-check", "--retries", "1", "--timeout", "30"]
-    run([place / "bin" / "python", "-m", "pip", "install", *options, "-r", REQUIREMENTS])
+    run([kind.own / "bin" / "python", "-m", "pip", "install", *options, "-r", kind.requirements])
 
 
 def run(arguments: list[Any]) -> None:

@@ -50,13 +50,15 @@ different attention, up to its rounding. Where they keep different things, ours 
   with the forward that transformers needs for them: eager, every block's pattern kept, as ours are.
 - **Peak memory** is the most that torch's CPU allocator held at once, above what it held before, from the
   profiler's record of every request to it. The row gives our peak less the other side's, in patterns of one
-  block (batch x heads x tokens x tokens x 4 bytes); *ours* and *theirs* are the peaks. The plain forward's
-  peak is in the last block's MLP, not in an attention: what was kept before it adds to it in full.
+  block (batch x heads x tokens x tokens x 4 bytes) or in what the row says; *ours* and *theirs* are the
+  peaks. The plain forward's peak is in the last block's MLP, not in an attention: what was kept before it
+  adds to it in full.
 - **`collect`** stops the forward after the last value asked for, before the final norm and the head; the
-  hooks, nnsight and TransformerLens run both. With a vocabulary of {vocabulary} tokens that is little.
-- **TransformerLens** runs in a process and an environment of its own, on the same weights and prompt and with
-  as many threads, without a key-value cache, under the eager attention that it sets. It is asked for one call
-  at a time, in turn with ours, and times it itself. Its tensors are checked against ours once beforehand.
+  hooks and the peers run both. With a vocabulary of {vocabulary} tokens that is little.
+- **TransformerLens** and **nnterp** run each in a process and an environment of its own, on the same weights
+  and prompt and with as many threads; TransformerLens under the eager attention that it sets, and without a
+  key-value cache but in `generate`. They are asked for one run at a time, in turn with ours, and time it
+  themselves. Their tensors are checked against ours once beforehand.
 - **The early stop** after block k of L may take (k + 1) / L of the whole forward, and a tenth more for all
   that is no block.
 - **`verify`** is given one text, of 512 tokens in the dense row, on which it runs the float64 reference

@@ -2,8 +2,8 @@
 
 `python benchmarks/run.py` runs everything, half an hour on two idle cores. `--quick` takes few pairs
 a row; `--only layer_output` takes the rows whose name contains that, and writes no page.
-TransformerLens needs an environment of its own, which the first run makes (minutes, more than a gigabyte);
-`--peers PATH` names one that has it.
+TransformerLens and nnterp need an environment each, which the first run makes (minutes, more than a gigabyte
+each); `--transformerlens PATH` and `--nnterp PATH` name one that has it.
 """
 
 # ruff: noqa: E402 (torch reads the environment when it is imported)
@@ -29,13 +29,13 @@ import transformers
 import typer
 from rich.console import Console
 
-from benchmarks import attention, capture, forward, harvesting, loading, report, verifying
+from benchmarks import attention, capture, compared, forward, harvesting, loading, report, verifying
 from benchmarks.measure import NotMeasured
 from benchmarks.models import FULL
-from benchmarks.peer import PEERS
+from benchmarks.peer import NNTERP, TRANSFORMERLENS
 from benchmarks.row import Result, Row
 
-SUITES = (forward, attention, capture, harvesting, verifying, loading)
+SUITES = (forward, attention, capture, compared, harvesting, verifying, loading)
 QUICK = 3
 
 
@@ -66,13 +66,17 @@ def main(
     pairs: Annotated[int | None, typer.Option(help="Pairs a row, instead of each row's own number.")] = None,
     threads: Annotated[int, typer.Option(help="Threads that torch computes with.")] = 2,
     page: Annotated[Path | None, typer.Option(help="Where to write the page.")] = None,
-    peers: Annotated[Path | None, typer.Option(help="An environment that has TransformerLens.")] = None,
+    transformerlens: Annotated[
+        Path | None, typer.Option(help="An environment that has TransformerLens.")
+    ] = None,
+    nnterp: Annotated[Path | None, typer.Option(help="An environment that has nnterp.")] = None,
 ) -> None:
     """Measure Gemloupe against the bare model. Exit status 1 where a bound is clearly missed."""
     torch.set_num_threads(threads)
     transformers.utils.logging.disable_progress_bar()
-    if peers is not None:
-        os.environ[PEERS] = str(peers.resolve())
+    for kind, place in ((TRANSFORMERLENS, transformerlens), (NNTERP, nnterp)):
+        if place is not None:
+            os.environ[kind.variable] = str(place.resolve())
     # Where the output is no terminal, rich would fold the table to 80 columns.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     rows, results = chosen(only), []
@@ -82,9 +86,9 @@ def main(
         console.print(f"{number}/{len(rows)} {report.line(results[-1])}")
     load.append(os.getloadavg()[0])
     console.print(report.table(results))
-    place = page or (None if only else ROOT / "docs" / "benchmarks.md")
-    if place is not None:
-        place.write_text(report.page(results, threads=threads, quick=quick, load=load))
+    written = page or (None if only else ROOT / "docs" / "benchmarks.md")
+    if written is not None:
+        written.write_text(report.page(results, threads=threads, quick=quick, load=load))
     raise typer.Exit(any(result.held is False and result.sure for result in results))
 
 

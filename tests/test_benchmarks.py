@@ -14,7 +14,19 @@ import pytest
 import torch
 import typer
 
-from benchmarks import attention, capture, forward, harvesting, loading, memory, peer, report, run, verifying
+from benchmarks import (
+    attention,
+    capture,
+    compared,
+    forward,
+    harvesting,
+    loading,
+    memory,
+    peer,
+    report,
+    run,
+    verifying,
+)
 from benchmarks.measure import (
     Measurement,
     Memory,
@@ -33,13 +45,25 @@ from benchmarks.models import FULL, TINY, config_31b, overrides, twins
 from benchmarks.row import Result, Row
 
 PROCESSES = ("tree/first", "import/")
-PEER_ROWS = [each for each in capture.ROWS if each.name.endswith("transformerlens")]
+KINDS = {"transformerlens": peer.TRANSFORMERLENS, "nnterp": peer.NNTERP}
+PEER_ROWS = [each for each in compared.ROWS if each.name.endswith(tuple(KINDS))]
+JOB_ROWS = [
+    each for each in PEER_ROWS if each.name.startswith(("31b/", "e2b/")) and "memory" not in each.name
+]
+START_ROWS = [each for each in PEER_ROWS if each.name.startswith(("import/", "tree/"))]
 MEMORY_ROWS = [each for each in attention.ROWS if "/memory-" in each.name]
 FORWARD_ROWS = [
     each
-    for each in (*forward.ROWS, *attention.ROWS, *capture.ROWS, *harvesting.ROWS, *verifying.ROWS)
-    if each not in (*PEER_ROWS, *MEMORY_ROWS, harvesting.ROWS[-1])
+    for suite in (forward, attention, capture, compared, harvesting, verifying)
+    for each in suite.ROWS
+    if each not in (*PEER_ROWS, *MEMORY_ROWS) and "/memory-" not in each.name
 ]
+
+
+def kind_of(row: Row) -> peer.Kind:
+    return KINDS[row.name.rpartition("-")[2]]
+
+
 NO_SIZE: Any = None
 
 
@@ -109,6 +133,7 @@ def test_every_bound_that_was_promised_has_a_row() -> None:
         "31b/memory-trace": (1.0, "ratio"),
         **{f"{shape}/collect": (1.05, "ratio") for shape in ("31b", "e2b")},
         **{f"{shape}/collect-transformerlens": (1.0, "ratio") for shape in ("31b", "e2b")},
+        "31b/one-hooks": (1.05, "ratio"),
         "31b/stop-2": (0.35, "ratio"),  # 3 / 12 + 0.1
         "31b/stop-8": (0.85, "ratio"),  # 9 / 12 + 0.1
         **{f"31b/{name}": (1.111, "ratio") for name in ("harvest", "harvest-200000")},  # 1 / 0.9
@@ -251,111 +276,191 @@ def test_memory_is_our_peak_above_theirs_in_units() -> None:
     assert Result(row(bound=1.0), measured).held is False
 
 
-# ---- the peer in an environment of its own -----------------------------------------------------------------
+@pytest.mark.parametrize("which", ["hooks", "nnsight"])
+def test_the_memory_of_every_output_is_counted_in_outputs(which: str) -> None:
+    row = next(each for each in compared.ROWS if each.name == f"31b/memory-outputs-{which}")
+    measured = row.measure(TINY, 1)
+    assert isinstance(measured, Memory)
+    assert measured.unit == TINY.batch * TINY.seq * TINY.hidden * 4
+    # Every block's output is held on both sides at once.
+    assert min(*measured.ours, *measured.theirs) > TINY.layers * measured.unit
+    assert abs(measured.ratios[0]) < 1
+
+
+# ---- peers in environments of their own --------------------------------------------------------------------
 
 STAND_IN = """
 import json, shutil, sys
 print(json.dumps({"weights": WEIGHTS, "versions": VERSIONS}), flush=True)
 for line in sys.stdin:
-    request, _, path = line.strip().partition(" ")
+    request, job, *path = line.strip().split(" ", 2)
     if request == "keep":
-        shutil.copy(KEPT, path)
+        shutil.copy(f"{KEPT}/{job}.pt", path[0])
     elif END:
         sys.exit("ModuleNotFoundError: No module named 'lens'")
-    print(json.dumps(True if request == "keep" else [0.5, 0.25]), flush=True)
+    answers = {"keep": True, "time": [0.5, 0.25], "peak": 12345}
+    print(json.dumps(answers[request]), flush=True)
 """
+
+StandIn = Callable[..., None]
 
 
 @pytest.fixture
-def stand_in_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A process that answers as the peer does: with these outputs, and this number of weights."""
+def stand_in_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """Processes that answer as the peers do: with these tensors of each job, and this number of weights."""
 
-    def start(kept: list[torch.Tensor], weights: int, *, release: str = "4.3.0", end: bool = False) -> None:
-        torch.save(kept, tmp_path / "kept.pt")
-        values = {"WEIGHTS": weights, "KEPT": str(tmp_path / "kept.pt"), "END": end}
-        values["VERSIONS"] = f"transformer-lens {release}, torch 2.13.0"
-        lines = [f"{name} = {value!r}" for name, value in values.items()]
-        (tmp_path / "server.py").write_text("\n".join(lines) + STAND_IN)
+    def start(
+        kept: dict[str, list[torch.Tensor]],
+        weights: int,
+        *,
+        releases: dict[str, str] = {},  # noqa: B006 (read alone)
+        end: bool = False,
+    ) -> None:
+        for job, tensors in kept.items():
+            torch.save(tensors, tmp_path / f"{job}.pt")
+        for kind in KINDS.values():
+            release = releases.get(kind.name, f"{kind.release}.0")
+            values = {"WEIGHTS": weights, "KEPT": str(tmp_path), "END": end}
+            values["VERSIONS"] = f"{kind.package} {release}, torch 2.13.0"
+            lines = [f"{name} = {value!r}" for name, value in values.items()]
+            (tmp_path / kind.server.name).write_text("\n".join(lines) + STAND_IN)
+            monkeypatch.setenv(kind.variable, str(tmp_path))
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / "python").unlink(missing_ok=True)
         (tmp_path / "bin" / "python").symlink_to(sys.executable)
-        monkeypatch.setattr(peer, "SERVER", tmp_path / "server.py")
-        monkeypatch.setenv(peer.PEERS, str(tmp_path))
+        monkeypatch.setattr(peer, "PLACE", tmp_path)
 
     return start
 
 
-def right_answer() -> tuple[list[torch.Tensor], int]:
-    pair = twins("31b", TINY)
+def right_answer(shape: str = "31b") -> tuple[dict[str, list[torch.Tensor]], int]:
+    """What every job gives, as plain transformers has it where it can, and how many weights there are."""
+    pair = twins(shape, TINY)
     with torch.no_grad():
-        kept = forward.hook_outputs(pair)
+        kept = {
+            "outside": [forward.plain(pair)],
+            "one": [compared.hook_one(pair)],
+            "outputs": forward.hook_outputs(pair),
+            "patterns": list(attention.eager_patterns(pair)),
+            "edit": [forward.hook_edit(pair)],
+            "generate": forward.hook_steps(compared.STEPS)(pair),
+        }
     return kept, sum(weight.numel() for weight in pair.bare.parameters())
 
 
-@pytest.mark.skipif(peer.PEERS not in os.environ, reason=f"{peer.PEERS} names no environment of the peer")
+def lacking(row: Row) -> bool:
+    return kind_of(row).variable not in os.environ
+
+
 @pytest.mark.parametrize("one", PEER_ROWS, ids=lambda row: row.name)
-def test_the_peer_itself_agrees_and_is_timed(one: Row) -> None:
+def test_the_peer_itself_agrees_and_is_measured(one: Row) -> None:
+    if lacking(one):
+        pytest.skip(f"{kind_of(one).variable} names no environment of the peer")
     measured = one.measure(TINY, 2)
-    assert isinstance(measured, Measurement)
-    samples = [sample for sample in (*measured.ours, *measured.theirs) if isinstance(sample, Sample)]
-    assert len(samples) == 2
-    assert all(sample.wall > 0 for sample in samples)
+    assert len(measured.ours) == len(measured.theirs) == 2
+    assert Result(one, measured).spread.median
 
 
-def test_the_peer_is_asked_a_call_at_a_time_and_timed_by_itself(stand_in_peer: Callable[..., None]) -> None:
-    stand_in_peer(*right_answer())
-    measured = PEER_ROWS[0].measure(TINY, 3)
+@pytest.mark.parametrize("one", JOB_ROWS, ids=lambda row: row.name)
+def test_a_peer_is_asked_a_run_at_a_time_and_timed_by_itself(one: Row, stand_in_peers: StandIn) -> None:
+    stand_in_peers(*right_answer(one.name.partition("/")[0]))
+    measured = one.measure(TINY, 3)
     assert isinstance(measured, Measurement)
     assert measured.theirs == (Sample(0.5, 0.25),) * 3
     assert all(0 < sample.wall != 0.5 for sample in measured.ours)
 
 
-def test_a_peer_that_computes_something_else_is_not_measured(stand_in_peer: Callable[..., None]) -> None:
+@pytest.mark.parametrize("one", JOB_ROWS, ids=lambda row: row.name)
+def test_a_peer_that_computes_something_else_is_not_measured(one: Row, stand_in_peers: StandIn) -> None:
+    kept, weights = right_answer(one.name.partition("/")[0])
+    for tensors in kept.values():
+        tensors[-1] = tensors[-1] + 0.01
+    stand_in_peers(kept, weights)
+    with pytest.raises(AssertionError, match=r"tensor \d+ differs"):
+        one.measure(TINY, 1)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_peers_memory_is_asked_of_it(name: str, stand_in_peers: StandIn) -> None:
+    stand_in_peers(*right_answer())
+    row = next(each for each in PEER_ROWS if each.name == f"31b/memory-outputs-{name}")
+    measured = row.measure(TINY, 2)
+    assert isinstance(measured, Memory)
+    assert measured.theirs == (12345, 12345)
+    assert min(measured.ours) > TINY.layers * measured.unit
+
+
+@pytest.mark.parametrize("one", START_ROWS, ids=lambda row: row.name)
+def test_the_start_of_a_peer_is_timed_in_its_own_python(
+    one: Row, stand_in_peers: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in_peers({}, 0)
+    # The processes are started, but import next to nothing.
+    monkeypatch.setattr(compared, "python", lambda code, *arguments: python(stand_in(code), *arguments))
+    for table in (compared.IMPORTS, compared.WRAPS):
+        compile("\n".join(table.values()), "benchmark", "exec")
+    monkeypatch.setattr(compared, "IMPORTS", dict.fromkeys(KINDS.values(), "pass"))
+    monkeypatch.setattr(compared, "WRAPS", dict.fromkeys(KINDS.values(), "pass"))
+    monkeypatch.setattr(compared, "WRAP", "import json; print(json.dumps([0.5, 0.25]))")
+    measured = one.measure(TINY, 1)
+    assert isinstance(measured, Measurement)
+    assert all(sample.wall > 0 for sample in (*measured.ours, *measured.theirs))
+
+
+def test_a_peer_with_other_weights_is_not_measured(stand_in_peers: StandIn) -> None:
     kept, weights = right_answer()
-    stand_in_peer([*kept[:-1], kept[-1] + 0.01], weights)
-    with pytest.raises(AssertionError, match="tensor 5 differs"):
-        PEER_ROWS[0].measure(TINY, 1)
-    stand_in_peer(kept, weights + 1)
-    with pytest.raises(AssertionError, match=f"TransformerLens has {weights + 1} weights"):
-        PEER_ROWS[0].measure(TINY, 1)
+    stand_in_peers(kept, weights + 1)
+    for one in (PEER_ROWS[0], PEER_ROWS[1]):
+        with pytest.raises(AssertionError, match=f"{kind_of(one).name} has {weights + 1} weights"):
+            one.measure(TINY, 1)
 
 
-def test_a_peer_that_ends_is_not_measured_and_says_why(stand_in_peer: Callable[..., None]) -> None:
-    stand_in_peer(*right_answer(), end=True)
+def test_a_peer_that_ends_is_not_measured_and_says_why(stand_in_peers: StandIn) -> None:
+    stand_in_peers(*right_answer(), end=True)
     with pytest.raises(NotMeasured, match=r"process ended: ModuleNotFoundError: No module named 'lens'$"):
-        PEER_ROWS[0].measure(TINY, 1)
+        JOB_ROWS[0].measure(TINY, 1)
 
 
-def test_another_release_of_the_peer_is_not_measured(stand_in_peer: Callable[..., None]) -> None:
-    stand_in_peer(*right_answer(), release="4.30.0")
+def test_another_release_of_a_peer_is_not_measured(stand_in_peers: StandIn) -> None:
+    stand_in_peers(*right_answer(), releases={"TransformerLens": "4.30.0"})
+    one = next(each for each in JOB_ROWS if kind_of(each) is peer.TRANSFORMERLENS)
     with pytest.raises(NotMeasured, match=r"4\.3 is compared with, not transformer-lens 4\.30\.0, torch"):
-        PEER_ROWS[0].measure(TINY, 1)
+        one.measure(TINY, 1)
 
 
+def test_the_releases_are_those_of_the_requirements() -> None:
+    for kind in KINDS.values():
+        assert f"\n{kind.package}=={kind.release}." in kind.requirements.read_text()
+        assert kind.server.is_file()
+
+
+@pytest.mark.parametrize("one", PEER_ROWS, ids=lambda row: row.name)
 def test_a_peer_without_an_environment_is_not_measured(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    one: Row, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(peer.PEERS, str(tmp_path))
-    with pytest.raises(NotMeasured, match=f"no environment for TransformerLens at {tmp_path}"):
-        PEER_ROWS[0].measure(TINY, 1)
+    monkeypatch.setenv(kind_of(one).variable, str(tmp_path))
+    with pytest.raises(NotMeasured, match=f"no environment for {kind_of(one).name} at {tmp_path}"):
+        one.measure(TINY, 1)
 
 
+@pytest.mark.parametrize("name", KINDS)
 def test_an_environment_that_cannot_be_made_is_a_reason_and_is_not_taken_for_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.delenv(peer.PEERS, raising=False)
-    monkeypatch.setattr(peer, "OWN", tmp_path / "own")
+    kind = KINDS[name]
+    monkeypatch.delenv(kind.variable, raising=False)
+    monkeypatch.setattr(peer, "ROOT", tmp_path)
     fails = "import sys; sys.exit('noise\\nERROR: No matching distribution found')"
-    monkeypatch.setattr(peer, "make", lambda place: peer.run([sys.executable, "-c", fails]))
+    monkeypatch.setattr(peer, "make", lambda kind: peer.run([sys.executable, "-c", fails]))
     for _ in range(2):
         with pytest.raises(
-            NotMeasured, match=r"cannot be made: ERROR: No matching distribution found\. Name"
+            NotMeasured, match=rf"cannot be made: ERROR: No matching distribution found\. Name .* --{name} "
         ):
-            peer.environment()
-    monkeypatch.setattr(peer, "make", lambda place: place.mkdir())
-    assert peer.environment() == tmp_path / "own"
-    monkeypatch.setattr(peer, "make", lambda place: pytest.fail("made twice"))
-    assert peer.environment() == tmp_path / "own"
+            peer.environment(kind)
+    monkeypatch.setattr(peer, "make", lambda kind: kind.own.mkdir())
+    assert peer.environment(kind) == tmp_path / f".venv-{name}"
+    monkeypatch.setattr(peer, "make", lambda kind: pytest.fail("made twice"))
+    assert peer.environment(kind) == tmp_path / f".venv-{name}"
 
 
 def test_a_row_that_cannot_be_measured_is_reported_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

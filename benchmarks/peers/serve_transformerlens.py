@@ -1,38 +1,24 @@
-"""TransformerLens in an environment of its own: runs one `run_with_cache` a request, and says what it took.
+"""The jobs of `benchmarks/compared.py` in TransformerLens, which always runs eager attention."""
 
-`python serve_transformerlens.py FOLDER THREADS` reads the model, its tokenizer and `prompt.pt` from the
-folder. It answers one line of JSON for each line it is sent:
-
-    (the start)     {"weights": 48146688, "versions": "TransformerLens 4.3.0, ..."}
-    time            [wall, cpu]     of one call, in seconds
-    keep PATH       true            one call, whose tensors are written to the path
-
-It knows nothing of gemloupe, which cannot be installed beside it.
-"""
-
-import gc
-import importlib.metadata
-import json
-import os
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import torch
+from serving import serve
+
+STEPS = 8
 
 
 def load(folder):
-    """The bridge around transformers' module, the prompt, and how many weights the module has."""
+    """The bridge around transformers' module, the module, and the prompt."""
     import transformers
     from transformer_lens.model_bridge import TransformerBridge
 
     subprocess.check_call = refuse_installs
     transformers.logging.set_verbosity_error()
     module = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    weights = sum(weight.numel() for weight in module.parameters())
     bridge = TransformerBridge.boot_transformers(folder, hf_model=module, device="cpu")
-    return bridge, torch.load(Path(folder) / "prompt.pt"), weights
+    return bridge, module, torch.load(Path(folder) / "prompt.pt")
 
 
 def refuse_installs(command, **_):
@@ -40,47 +26,45 @@ def refuse_installs(command, **_):
     raise subprocess.CalledProcessError(1, command)
 
 
-def call(bridge, prompt, names):
-    """Every block's output. Without a key-value cache, which spares TransformerLens some work."""
-    with torch.no_grad():
-        _, cache = bridge.run_with_cache(prompt, names_filter=names, use_cache=False)
+def middle(bridge):
+    return bridge.cfg.n_layers // 2
+
+
+def every(bridge, name):
+    return [f"blocks.{index}.{name}" for index in range(bridge.cfg.n_layers)]
+
+
+def cached(bridge, prompt, names):
+    """Without a key-value cache, which spares TransformerLens some work."""
+    _, cache = bridge.run_with_cache(prompt, names_filter=names, use_cache=False)
     return [cache[name] for name in names]
 
 
-def timed(action):
-    """Elapsed and computing seconds of one call, as benchmarks/measure.py takes them."""
-    gc.collect()
-    wall, cpu = time.perf_counter(), time.process_time()
-    result = action()
-    taken = time.perf_counter() - wall, time.process_time() - cpu
-    del result
-    return taken
+def edit(bridge, prompt):
+    vector = torch.linspace(-1, 1, bridge.cfg.d_model)
+    hook = (f"blocks.{middle(bridge)}.hook_out", lambda value, hook: value + vector)
+    return [bridge.run_with_hooks(prompt, fwd_hooks=[hook])]
 
 
-def main(folder, threads):
-    torch.set_num_threads(int(threads))
-    # What a library prints must not get between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def generate(bridge, prompt):
+    kept = []
 
-    def answer(value):
-        print(json.dumps(value), file=answers, flush=True)
+    def keep(value, hook):
+        kept.append(value)
 
-    bridge, prompt, weights = load(folder)
-    names = [f"blocks.{index}.hook_out" for index in range(bridge.cfg.n_layers)]
-    gc.collect()
-    gc.freeze()
-    packages = ("transformer-lens", "torch", "transformers")
-    found = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in packages)
-    answer({"weights": weights, "versions": found})
-    for line in sys.stdin:
-        request, _, path = line.strip().partition(" ")
-        if request == "keep":
-            torch.save(call(bridge, prompt, names), path)
-            answer(True)
-        else:
-            answer(timed(lambda: call(bridge, prompt, names)))
+    with bridge.hooks(fwd_hooks=[(name, keep) for name in every(bridge, "hook_out")]):
+        bridge.generate(prompt, max_new_tokens=STEPS, do_sample=False, stop_at_eos=False, verbose=False)
+    return kept
 
+
+JOBS = {
+    "outside": lambda bridge, prompt: [bridge(prompt)],
+    "one": lambda bridge, prompt: cached(bridge, prompt, [f"blocks.{middle(bridge)}.hook_out"]),
+    "outputs": lambda bridge, prompt: cached(bridge, prompt, every(bridge, "hook_out")),
+    "patterns": lambda bridge, prompt: cached(bridge, prompt, every(bridge, "attn.hook_pattern")),
+    "edit": edit,
+    "generate": generate,
+}
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve(load, JOBS, ("transformer-lens", "torch", "transformers"))
