@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemloupe.harvesting.batches import Batch, feed, plan, share
-from gemloupe.harvesting.run import shard_plan
+from gemloupe.harvesting.batches import Batch, feed, grouped, plan
 from gemloupe.harvesting.sequences import Sequences
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
@@ -59,32 +58,22 @@ def test_padding_is_little(lengths: list[int], budget: int):
         assert high <= other_low or (low, high) == (other_low, other_high)
 
 
-@given(LENGTHS, st.integers(1, 60), st.integers(1, 5), st.data())
-def test_shares_are_disjoint_and_all(lengths: list[int], budget: int, size: int, data: st.DataObject):
-    batches = planned(lengths, lengths, budget)
-    shares = [share(batches, set(), rank, size, before=size) for rank in range(size)]
-    numbers = [batch.number for one in shares for batch in one]
-    assert sorted(numbers) == list(range(len(batches)))
-    sizes = [len(one) for one in shares]
-    assert max(sizes) - min(sizes) <= 1
-    # Another number of processes takes up what is left, evenly.
-    done = data.draw(st.sets(st.sampled_from(range(len(batches)))))
-    rest = [share(batches, done, rank, size, before=size + 1) for rank in range(size)]
-    assert sorted(batch.number for one in rest for batch in one) == sorted(set(range(len(batches))) - done)
-    assert max(map(len, rest)) - min(map(len, rest)) <= 1
-
-
-@given(LENGTHS, st.integers(1, 60), st.integers(1, 20), st.integers(1, 2000))
-def test_shards_hold_batches_in_order_within_the_limit(
-    lengths: list[int], budget: int, row_bytes: int, limit: int
+@given(LENGTHS, st.integers(1, 60), st.integers(1, 20), st.integers(1, 2000), st.integers(1, 5))
+def test_shards_hold_batches_of_one_share_in_order_within_the_limit(
+    lengths: list[int], budget: int, row_bytes: int, limit: int, shares: int
 ):
     batches = planned(lengths, lengths, budget)
-    groups = shard_plan(batches, row_bytes, limit)
-    assert [batch for group in groups for batch in group] == batches
-    sizes = [sum(batch.rows for batch in group) * row_bytes for group in groups]
-    assert all(size <= limit or len(group) == 1 for size, group in zip(sizes, groups, strict=True))
-    for size, after in zip(sizes, groups[1:], strict=False):
-        assert size + after[0].rows * row_bytes > limit
+    groups = grouped(batches, row_bytes, limit, shares)
+    assert sorted(batch.number for group in groups for batch in group) == list(range(len(batches)))
+    firsts = [group[0].number for group in groups]
+    assert firsts == sorted(firsts)
+    for at in range(shares):
+        own = [group for group in groups if group[0].number % shares == at]
+        assert [batch for group in own for batch in group] == batches[at::shares]
+        sizes = [sum(batch.rows for batch in group) * row_bytes for group in own]
+        assert all(size <= limit or len(group) == 1 for size, group in zip(sizes, own, strict=True))
+        for size, after in zip(sizes, own[1:], strict=False):
+            assert size + after[0].rows * row_bytes > limit
 
 
 @given(st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=6), st.data())

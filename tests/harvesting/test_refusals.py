@@ -12,7 +12,7 @@ import torch
 import gemloupe
 from gemloupe import harvest
 from gemloupe.errors import BadArgument, LoadError, Unavailable, UnknownName
-from gemloupe.harvesting import run
+from gemloupe.harvesting import work
 from gemloupe.testing import tiny, tiny_module
 from tests.core.models import Case
 from tests.harvesting.data import OUTPUT, files, forwards, model, rows_of_ids
@@ -63,7 +63,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any], type[Exception], list[str]]] 
     ),
     ("sample", [[2]], OUTPUT, {"sample": 0}, BadArgument, ["sample is a number of tokens", "not 0"]),
     ("seed", [[2]], OUTPUT, {"seed": "x"}, BadArgument, ["seed is a whole number, not 'x'"]),
-    ("dtype", [[2]], OUTPUT, {"dtype": "bfloat16"}, BadArgument, ["torch.bfloat16", "not 'bfloat16'"]),
+    ("dtype", [[2]], OUTPUT, {"dtype": "brain"}, BadArgument, ["bfloat16", "not 'brain'"]),
     ("int dtype", [[2]], OUTPUT, {"dtype": torch.int8}, BadArgument, ["torch.float32", "torch.int8"]),
     ("budget", [[2]], OUTPUT, {"tokens_per_batch": 0}, BadArgument, ["tokens_per_batch", "not 0"]),
     ("shards", [[2]], OUTPUT, {"shard_bytes": 1.5}, BadArgument, ["shard_bytes", "not 1.5"]),
@@ -131,13 +131,19 @@ def other_shape() -> Any:
 @pytest.mark.parametrize(
     ("changed", "pieces"),
     [
-        ({"of": other_weights}, ["another model's store", "model weights"]),
-        ({"of": other_shape}, ["another model's store", "model config"]),
-        ({"given": [[2, 30, 31]]}, ["another harvest", "data sequences is 12, and this call's is 1"]),
-        ({"given": [*rows_of_ids()[:-1], [2, 99]]}, ["another harvest", "data checksum"]),
-        ({"values": "layers[2].layer_output"}, ["list of values", "layers[3]", "layers[2]"]),
-        ({"dtype": torch.float16}, ["options dtype is None, and this call's is 'float16'"]),
-        ({"positions": "last"}, ["options positions is 'all', and this call's is 'last'"]),
+        ({"of": other_weights}, ["another model's store", "its model has other weights"]),
+        ({"of": other_shape}, ["another model's store", "its model has another config"]),
+        ({"given": [[2, 30, 31]]}, ["another harvest", "data sequences: 12 there, 1 in this call"]),
+        (
+            {"given": [*rows_of_ids()[:-1], [2, 99]]},
+            ["another harvest", "its sequences or the tokens chosen of them are others"],
+        ),
+        (
+            {"values": "layers[2].layer_output"},
+            ["it has ['layers[3].layer_output'], which were not asked for", "no ['layers[2]"],
+        ),
+        ({"dtype": torch.float16}, ["options dtype: None there, 'float16' in this call"]),
+        ({"positions": "last"}, ["options positions: 'all' there, 'last' in this call"]),
         ({"tokens_per_batch": 50}, ["options tokens_per_batch"]),
         ({"robust": True}, ["options robust"]),
     ],
@@ -157,19 +163,19 @@ def test_a_directory_that_holds_another_harvest(changed: Any, pieces: list[str],
 
 def test_another_release_of_a_library_does_not_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     harvest(model(), rows_of_ids(), OUTPUT, tmp_path, progress=False)
-    now = run.versions()
-    monkeypatch.setattr(run, "versions", lambda: {**now, "torch": "9.9"})
-    with pytest.raises(BadArgument, match=r"versions torch is '2\..*, and this call's is '9\.9'"):
+    now = work.versions()
+    monkeypatch.setattr(work, "versions", lambda: {**now, "torch": "9.9"})
+    with pytest.raises(BadArgument, match=r"versions torch: '2\..* there, '9\.9' in this call"):
         harvest(model(), rows_of_ids(), OUTPUT, tmp_path, progress=False)
 
 
-def test_a_complete_store_is_returned_and_nothing_runs(tmp_path: Path):
+def test_a_complete_store_is_returned_and_one_batch_runs_to_compare(tmp_path: Path):
     of = model()
     harvest(of, rows_of_ids(), OUTPUT, tmp_path, progress=False)
     before = files(tmp_path)
     with forwards(of) as ran:
         store = harvest(of, rows_of_ids(), OUTPUT, tmp_path, progress=False)
-    assert ran == []
+    assert len(ran) == 1
     assert store.complete
     assert files(tmp_path) == before
 
@@ -188,10 +194,10 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(BadArgument, match=r"file/s cannot be written.*Give another directory"):
             harvest(of, rows_of_ids(), OUTPUT, tmp_path / "file" / "s", progress=False)
 
-        def refuse(**_: Any) -> Any:
+        def refuse(*_: Any) -> Any:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(run, "NamedTemporaryFile", refuse)
+        monkeypatch.setattr(Path, "write_bytes", refuse)
         with pytest.raises(BadArgument, match=r"cannot be written: .*Permission denied"):
             harvest(of, rows_of_ids(), OUTPUT, tmp_path / "s", progress=False)
     assert ran == []

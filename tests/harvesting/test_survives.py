@@ -163,7 +163,7 @@ def test_a_changed_shard_is_found_by_its_checksum_and_named(tmp_path: Path):
         path.unlink()
     with forwards(model()) as ran:
         small(tmp_path)
-    assert len(ran) == len(record.batches)
+    assert len(ran) == 1 + len(record.batches)  # one batch to compare, and those that are missing
     assert files(tmp_path) == wanted
 
 
@@ -258,7 +258,8 @@ def test_a_full_disk_stops_the_run_and_the_store_still_opens(
     with pytest.raises(HarvestStopped, match="the disk is full") as stopped:
         small(out)
     shards_there = max(after - 1, 0) // 3
-    assert f"{shards_there} complete shards" in str(stopped.value)
+    kept = f"{shards_there} complete shards" if after else "Nothing was harvested yet"
+    assert kept in str(stopped.value)
     assert "Make room and make the same call again" in str(stopped.value)
     assert [path for path in out.rglob("*") if path.is_file() and path.read_bytes() == b"half a fi"] == []
     monkeypatch.undo()

@@ -10,7 +10,7 @@ import torch
 from ..errors import BadArgument
 from .sequences import Sequences
 
-__all__ = ["Batch", "Feed", "feed", "plan", "share"]
+__all__ = ["Batch", "Feed", "feed", "grouped", "plan"]
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,28 @@ def plan(lengths: torch.Tensor, counts: torch.Tensor, budget: int) -> list[Batch
     ]
 
 
-def share(batches: list[Batch], done: set[int], rank: int, size: int, *, before: int) -> list[Batch]:
-    """The batches of one of `size` processes: every `size`-th, or of what a run of `before` processes
-    left."""
-    if size == before:
-        return batches[rank::size]
-    return [batch for batch in batches if batch.number not in done][rank::size]
+def grouped(batches: list[Batch], row_bytes: int, limit: int, shares: int) -> list[tuple[Batch, ...]]:
+    """Which batches share a shard, by their first: of each of `shares` shares (every `shares`-th batch) those
+    that follow each other, at most `limit` bytes or one batch.
+
+    It depends on nothing but what is asked and how many processes began, so that any number of processes can
+    make the shards that are missing.
+    """
+    groups = [group for at in range(shares) for group in _grouped(batches[at::shares], row_bytes, limit)]
+    return sorted(groups, key=lambda group: group[0].number)
+
+
+def _grouped(batches: list[Batch], row_bytes: int, limit: int) -> list[tuple[Batch, ...]]:
+    groups: list[tuple[Batch, ...]] = []
+    size = 0
+    for batch in batches:
+        size += batch.rows * row_bytes
+        if groups and size <= limit:
+            groups[-1] += (batch,)
+        else:
+            groups.append((batch,))
+            size = batch.rows * row_bytes
+    return groups
 
 
 def feed(sequences: Sequences, chosen: torch.Tensor, batch: Batch, pad: int) -> Feed:

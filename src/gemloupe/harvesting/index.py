@@ -21,15 +21,19 @@ from .. import __version__
 from ..errors import BadArgument, DamagedStore
 from .ranks import is_divided
 from .rows import Form
-from .shards import Record, write_json
+from .shards import INDEX, Record, write_json
 
-__all__ = ["FILE", "Index", "checksum", "model_facts", "value_facts", "versions"]
+__all__ = ["Index", "checksum", "model_facts", "value_facts", "versions"]
 
-FILE: Final = "index.json"
 FORMAT: Final = "gemloupe store 1"
 _LIBRARIES: Final = ("torch", "transformers", "nnsight", "safetensors")
-_SAMPLED: Final = 16
-"""Numbers of each weight that tell two models of one shape apart."""
+_SAMPLED: Final = 64
+"""Numbers of each weight that are noted beside the sum over all."""
+_CHECKSUMS: Final = {
+    "weights": "its model has other weights",
+    "config": "its model has another config",
+    "data": "its sequences or the tokens chosen of them are others",
+}
 
 
 @dataclass(frozen=True)
@@ -37,8 +41,8 @@ class Index:
     """What a store holds."""
 
     model: dict[str, Any]
-    """`name`, `revision`, `class`, `model_type`, `dtype`, and checksums of the `config` and of some
-    `weights`."""
+    """`name`, `revision`, `class`, `model_type`, `dtype`, checksums of the `config` and the `weights`, and
+    how it runs: `attention`, `experts`, `autocast` and how many `edits` are kept on it."""
     values: dict[str, dict[str, Any]]
     """By path: the `layout` of the value, the `axes` of a row, the `block`; when complete also `dtype` and
     `shape`."""
@@ -53,14 +57,28 @@ class Index:
     """That shared the work."""
     complete: bool = False
     shards: tuple[Record, ...] = ()
+    statistics_sha256: str | None = None
+    """Of `statistics.safetensors`, when complete."""
     format: str = FORMAT
+
+    @property
+    def identity(self) -> str:
+        """A checksum of what was asked of which model, which every shard has in its record."""
+        asked = {
+            "model": _compared(self.model),
+            "values": {path: [facts["layout"], facts["axes"]] for path, facts in self.values.items()},
+            "data": self.data,
+            "options": self.options,
+            "versions": self.versions,
+        }
+        return checksum([json.dumps(asked, sort_keys=True).encode()])
 
     def write(self, store: Path) -> None:
         """Put it in its place, whole.
 
         Raises: OSError.
         """
-        write_json(store / FILE, {"format": self.format, **asdict(self)})
+        write_json(store / INDEX, {"format": self.format, **asdict(self)})
 
     @classmethod
     def read(cls, store: Path) -> Index:
@@ -68,9 +86,9 @@ class Index:
 
         Raises: BadArgument, where there is none; DamagedStore, where it cannot be read.
         """
-        path = store / FILE
+        path = store / INDEX
         if not path.is_file():
-            raise BadArgument(f"{store} is no store: it has no {FILE}. `gemloupe.harvest` writes one.")
+            raise BadArgument(f"{store} is no store: it has no {INDEX}. `gemloupe.harvest` writes one.")
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             if fields["format"] != FORMAT:
@@ -81,38 +99,55 @@ class Index:
         except BadArgument:
             raise
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise DamagedStore(f"the index {path} cannot be read: {error!r}.") from None
+            raise DamagedStore(
+                f"the index {path} cannot be read: {error!r}. Remove it and make the same harvest again: it "
+                f"finds the shards that are there."
+            ) from None
 
-    def finished(self, records: Iterable[Record]) -> Index:
+    def finished(self, records: Iterable[Record], statistics_sha256: str) -> Index:
         """The index when all shards are there."""
         shards = tuple(records)
         values = {path: {**facts, **shards[0].values[path]} for path, facts in self.values.items()}
-        return replace(self, values=values, shards=shards, complete=True)
+        return replace(self, values=values, shards=shards, statistics_sha256=statistics_sha256, complete=True)
+
+    def begun(self, processes: int) -> Index:
+        """The index before all shards are there."""
+        return replace(self, processes=processes)
 
     def check_same(self, other: Index, store: Path) -> None:
         """Refuse to go on in a directory that holds another harvest.
 
         Raises: BadArgument, which names the first difference.
         """
-        for part, asked, there in self._differences(other):
-            what = "another model's store" if part.startswith("model") else "another harvest"
+        for what, difference in self._differences(other):
             raise BadArgument(
-                f"harvest: {store} holds {what}: its {part} is {_short(there)}, and this call's is "
-                f"{_short(asked)}.\nGive another directory as `out`, or remove this one."
+                f"harvest: {store} holds {what}: {difference}.\nGive another directory as `out`, or remove "
+                f"this one."
             )
 
-    def _differences(self, other: Index) -> Iterator[tuple[str, Any, Any]]:
-        for part in ("model", "values", "options", "data", "versions"):
-            mine, theirs = getattr(self, part), getattr(other, part)
-            if part == "values":
-                mine, theirs = list(mine), list(theirs)
-                new, old = set(mine) - set(theirs), set(theirs) - set(mine)
-                if new or old:
-                    yield "list of values", sorted(new) or "without them", sorted(old) or "without them"
+    def _differences(self, other: Index) -> Iterator[tuple[str, str]]:
+        """What it holds instead, and in what that differs."""
+        mine, theirs = _compared(self.model), _compared(other.model)
+        for name in mine | theirs:
+            if mine.get(name) == theirs.get(name):
                 continue
+            yield "another model's store", _CHECKSUMS.get(name) or _apart(f"model {name}", mine, theirs, name)
+        new = [path for path in self.values if path not in other.values]
+        old = [path for path in other.values if path not in self.values]
+        if new or old:
+            parts = [f"{_short(old)}, which were not asked for now"] * bool(old)
+            parts += [f"no {_short(new)}"] * bool(new)
+            yield "another harvest", f"it has {' and '.join(parts)}"
+        for part in ("options", "data", "versions"):
+            mine, theirs = getattr(self, part), getattr(other, part)
             for name in mine | theirs:
                 if mine.get(name) != theirs.get(name):
-                    yield f"{part} {name}", mine.get(name), theirs.get(name)
+                    said = _CHECKSUMS["data"] if (part, name) == ("data", "checksum") else None
+                    yield "another harvest", said or _apart(f"{part} {name}", mine, theirs, name)
+
+
+def _apart(what: str, mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
+    return f"{what}: {_short(theirs.get(name))} there, {_short(mine.get(name))} in this call"
 
 
 def _short(thing: Any) -> str:
@@ -129,7 +164,7 @@ def value_facts(forms: Iterable[Form]) -> dict[str, dict[str, Any]]:
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """Which model this is: its names, and checksums that tell it from another under the same name."""
+    """Which model this is, and what else decides what it computes, as far as that can be seen on it."""
     module = model._module
     config = module.config
     named = config.to_dict()
@@ -144,21 +179,40 @@ def model_facts(model: Any) -> dict[str, Any]:
         "model_type": config.model_type,
         "dtype": str(module.dtype).removeprefix("torch."),
         "attention": getattr(config, "_attn_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None),
+        "autocast": _autocast(next(module.parameters()).device.type),
+        "edits": len(model._edits),
         "config": checksum([json.dumps(own, sort_keys=True, default=str).encode()]),
         # Processes that hold one model between them have a slice each.
         "weights": None
         if is_divided(model)
-        else checksum(_some_of(*each) for each in module.named_parameters()),
+        else checksum(_noted(*each) for each in sorted(module.state_dict().items())),
     }
 
 
-def _some_of(name: str, weight: torch.Tensor) -> bytes:
-    """A weight's name, shape and first numbers; of one that was moved to the disk no numbers."""
-    text = f"{name} {tuple(weight.shape)}".encode()
-    if weight.is_meta:
+def _compared(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What tells two models apart: where a model was loaded from does not, where its weights are known."""
+    known = model.get("weights") is not None
+    return {name: fact for name, fact in model.items() if not known or name not in ("name", "revision")}
+
+
+def _autocast(device: str) -> str | None:
+    if not torch.is_autocast_enabled(device):
+        return None
+    return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+
+
+def _noted(name: str, weight: torch.Tensor) -> bytes:
+    """A weight's name, shape, some numbers and the sum of its bits; of one that was moved to the disk no
+    numbers."""
+    text = f"{name} {weight.dtype} {tuple(weight.shape)}".encode()
+    if weight.is_meta or not weight.numel():
         return text
-    some = weight.detach().reshape(-1)[:_SAMPLED].cpu().contiguous()
-    return text + some.view(torch.uint8).numpy().tobytes()
+    bits = weight.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = len(bits) // 8 * 8
+    total = int(bits[:words].view(torch.int64).sum()) + int(bits[words:].sum())
+    some = bits[:: max(1, len(bits) // _SAMPLED)]
+    return text + str(total).encode() + some.cpu().numpy().tobytes()
 
 
 def checksum(parts: Iterable[bytes]) -> str:

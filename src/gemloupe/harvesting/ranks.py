@@ -46,11 +46,20 @@ class Ranks:
         return self.share[1] > 1 or self.first
 
     def gather(self, thing: Any) -> list[Any]:
-        """What every process gives, by rank. All must call it."""
+        """What every process gives, by rank. All must call it.
+
+        Raises: HarvestStopped, where another process has ended.
+        """
         if self.size == 1:
             return [thing]
         things: list[Any] = [None] * self.size
-        dist.all_gather_object(things, thing, group=self.group)
+        try:
+            dist.all_gather_object(things, thing, group=self.group)
+        except RuntimeError as error:
+            raise HarvestStopped(
+                "harvest stopped: another process of the run has ended. Complete shards stay; make the same "
+                "call again, with as many processes or another number."
+            ) from error
         return things
 
     def whole(self, rows: torch.Tensor, form: Form) -> torch.Tensor:

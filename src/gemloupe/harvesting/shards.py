@@ -3,9 +3,9 @@
 A file is written aside, flushed to the disk and renamed. The record is renamed last: a shard without one
 does not count, and a run that goes on writes it anew.
 
-    0000000012.safetensors              the rows of batches 12, 14, ...; named after the first of them
-    0000000012.statistics.safetensors   sums over these rows
-    0000000012.json                     the record
+    0000000012.safetensors    the rows of batches 12, 14, ...; named after the first of them
+    0000000012.sums           sums over these rows, as safetensors
+    0000000012.json           the record
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,10 +28,28 @@ from safetensors.torch import save_file
 
 from ..errors import DamagedStore, HarvestStopped
 
-__all__ = ["COLUMNS", "Record", "ShardFolder", "read_tensors", "write_json", "write_tensors"]
+__all__ = [
+    "COLUMNS",
+    "INDEX",
+    "STATISTICS",
+    "Record",
+    "ShardFolder",
+    "aside",
+    "file_checksum",
+    "read_tensors",
+    "remedy",
+    "stopping",
+    "write_json",
+    "write_tensors",
+]
 
-COLUMNS: Final = ("token_ids", "positions", "sequences")
+COLUMNS: Final = {"token_ids": torch.int32, "positions": torch.int32, "sequences": torch.int64}
 """What every shard holds beside the values, `[rows]` each."""
+_OURS: Final = re.compile(r"(\d{10})\.(safetensors|sums|json)")
+INDEX: Final = "index.json"
+"""Of the whole store, see `index`."""
+STATISTICS: Final = "statistics.safetensors"
+"""Of the whole store, see `statistics`."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -47,6 +66,10 @@ class Record:
     statistics_sha256: str
     values: dict[str, dict[str, Any]]
     """Of each value the dtype and the shape of a row."""
+    harvest: str
+    """`Index.identity` of the harvest that it is of."""
+    processes: int
+    """That began the harvest, on which it depends which batches share a shard."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Record:
@@ -71,8 +94,15 @@ class ShardFolder:
             try:
                 found.append(Record.of(json.loads(path.read_text(encoding="utf-8"))))
             except (OSError, ValueError, TypeError, KeyError) as error:
-                raise DamagedStore(f"the record {path} cannot be read ({error}). {_remedy(path)}") from None
+                raise DamagedStore(f"the record {path} cannot be read ({error}). {remedy(path)}") from None
         return found
+
+    def strange(self) -> Path | None:
+        """A file in the folder that no harvest writes, if there is one."""
+        if not self.place.is_dir():
+            return None
+        ours = (each for each in self.place.iterdir() if each != aside(self.place))
+        return next((each for each in ours if not _OURS.fullmatch(each.name)), None)
 
     def check_size(self, record: Record) -> None:
         """Refuse a shard that is gone, or was cut.
@@ -81,11 +111,11 @@ class ShardFolder:
         """
         path = self.place / record.file
         if not path.is_file():
-            raise DamagedStore(f"the shard {path} is gone. {_remedy(path)}")
+            raise DamagedStore(f"the shard {path} is gone. {remedy(path)}")
         if (size := path.stat().st_size) != record.bytes:
             raise DamagedStore(
                 f"the shard {path} was cut or changed: it has {size} bytes, and was written with "
-                f"{record.bytes}. {_remedy(path)}"
+                f"{record.bytes}. {remedy(path)}"
             )
 
     def check(self, record: Record) -> None:
@@ -97,37 +127,42 @@ class ShardFolder:
         wanted = {record.file: record.sha256, record.statistics: record.statistics_sha256}
         for file, checksum in wanted.items():
             path = self.place / file
-            if not path.is_file() or _checksum(path) != checksum:
-                raise DamagedStore(f"the shard {path} was changed: its checksum differs. {_remedy(path)}")
+            if not path.is_file() or file_checksum(path) != checksum:
+                raise DamagedStore(f"the shard {path} was changed: its checksum differs. {remedy(path)}")
 
     def write(
         self,
         tensors: Mapping[str, torch.Tensor],
         statistics: Mapping[str, torch.Tensor],
         batches: tuple[int, ...],
+        *,
+        harvest: str,
+        processes: int,
     ) -> Record:
         """Put a shard on the disk; it counts when this returns.
 
         Raises: HarvestStopped, where the disk is full or cannot be written.
         """
         name = f"{batches[0]:010d}"
-        shard, sums = self.place / f"{name}.safetensors", self.place / f"{name}.statistics.safetensors"
+        shard, sums = self.place / f"{name}.safetensors", self.place / f"{name}.sums"
         with stopping(self.store, f"shard {shard.name}", lambda: len(self.records())):
             write_tensors(shard, tensors)
             write_tensors(sums, statistics)
             record = Record(
                 file=shard.name,
-                rows=len(tensors[COLUMNS[0]]),
+                rows=len(tensors["sequences"]),
                 batches=batches,
                 bytes=shard.stat().st_size,
-                sha256=_checksum(shard),
+                sha256=file_checksum(shard),
                 statistics=sums.name,
-                statistics_sha256=_checksum(sums),
+                statistics_sha256=file_checksum(sums),
                 values={
                     path: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape[1:])}
                     for path, tensor in tensors.items()
                     if path not in COLUMNS
                 },
+                harvest=harvest,
+                processes=processes,
             )
             write_json(self.place / f"{name}.json", asdict(record))
         return record
@@ -141,8 +176,9 @@ class ShardFolder:
         if aside(self.place).is_dir():
             shutil.rmtree(aside(self.place))
         complete = {Path(record.file).stem for record in self.records()}
-        for path in self.place.glob("*.safetensors"):
-            if path.name.partition(".")[0] not in complete:
+        for path in self.place.iterdir():
+            named = _OURS.fullmatch(path.name)
+            if named and named[1] not in complete:
                 path.unlink()
 
 
@@ -159,9 +195,13 @@ def stopping(store: Path, what: str, complete: Callable[[], int]) -> Iterator[No
             getattr(error, "errno", None) in _FULL or "os error 28" in str(error) or "No space" in str(error)
         )
         reason = "the disk is full" if full else f"it cannot be written ({error})"
-        raise HarvestStopped(
-            f"harvest stopped: {reason}, at {what} of {store}.\n"
+        left = (
             f"The store holds {complete()} complete shards and opens as it is. "
+            if (store / INDEX).exists()
+            else "Nothing was harvested yet. "
+        )
+        raise HarvestStopped(
+            f"harvest stopped: {reason}, at {what} of {store}.\n{left}"
             f"{'Make room' if full else 'See to that'} and make the same call again: it goes on from there."
         ) from error
 
@@ -226,11 +266,13 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
 
 
-def _checksum(path: Path) -> str:
+def file_checksum(path: Path) -> str:
+    """SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _remedy(path: Path) -> str:
+def remedy(path: Path) -> str:
+    """What to do about a file of a shard."""
     name = path.name.partition(".")[0]
     return f"Remove {path.parent}/{name}.* and make the same harvest again: it computes these rows alone."

@@ -16,15 +16,15 @@ from typing import Any, Final
 import torch
 from torch.utils.data import Dataset
 
-from ..errors import BadArgument, UnknownName
+from ..errors import BadArgument, DamagedStore, UnknownName
 from ..references import Reference
 from .index import Index
-from .shards import COLUMNS, ShardFolder, read_tensors
+from .shards import COLUMNS, STATISTICS, ShardFolder, file_checksum, read_tensors
 from .statistics import ValueStatistics, merged
 
-__all__ = ["STATISTICS", "Column", "Rows", "Store"]
+__all__ = ["Column", "Rows", "Store"]
 
-STATISTICS: Final = "statistics.safetensors"
+_AGAIN: Final = "Make the same harvest again: it puts this together anew from the shards."
 Wanted = int | slice | Sequence[int] | torch.Tensor
 """Rows: one (its axis is dropped), a slice, numbers, or a mask `[rows]`."""
 Names = str | Reference | Iterable[str | Reference]
@@ -53,6 +53,12 @@ class Store:
         self.shards = self.index.shards if self.index.complete else tuple(self._folder.records())
         for record in self.shards:
             self._folder.check_size(record)
+        rows = sum(record.rows for record in self.shards)
+        if self.index.complete and rows != self.index.data["rows"]:
+            raise DamagedStore(
+                f"the index of {self.path} was changed: its shards have {rows} rows, and "
+                f"{self.index.data['rows']} were harvested. {_AGAIN}"
+            )
         self._starts = torch.tensor([0, *(record.rows for record in self.shards)]).cumsum(0)
         self._opened: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -85,18 +91,30 @@ class Store:
         """Mean, variance and norms by value, over all rows; whole numbers and raw scores have none."""
         parts: list[Mapping[str, torch.Tensor]]
         if self.complete:
+            self._check_statistics()
             parts = [read_tensors(self.path / STATISTICS)]
         else:
             parts = [self._folder.statistics(record) for record in self.shards]
         return {path: ValueStatistics.of(sums) for path, sums in merged(parts).items()}
 
     def verify(self) -> None:
-        """Read every shard and compare its checksum.
+        """Read every file and compare its checksum.
 
         Raises: DamagedStore, which names the first that differs.
         """
         for record in self.shards:
             self._folder.check(record)
+        if self.complete:
+            self._check_statistics()
+
+    def _check_statistics(self) -> None:
+        """Refuse statistics that are not what was written.
+
+        Raises: DamagedStore.
+        """
+        path = self.path / STATISTICS
+        if not path.is_file() or (self._checks and file_checksum(path) != self.index.statistics_sha256):
+            raise DamagedStore(f"{path} is gone or was changed. {_AGAIN}")
 
     # -- rows ------------------------------------------------------------------------------------
 
@@ -188,7 +206,12 @@ class Store:
             record = self.shards[number]
             if self._checks:
                 self._folder.check(record)
-            self._opened[number] = read_tensors(self._folder.place / record.file)
+            tensors = read_tensors(self._folder.place / record.file)
+            if len(tensors["sequences"]) != record.rows:
+                raise DamagedStore(
+                    f"the index of {self.path} was changed: {record.file} has other rows. {_AGAIN}"
+                )
+            self._opened[number] = tensors
         return self._opened[number]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,7 +245,7 @@ class Column:
 
     def _facts(self) -> dict[str, Any]:
         if self.name in COLUMNS:
-            return {"shape": [], "dtype": "int64" if self.name == "sequences" else "int32"}
+            return {"shape": [], "dtype": str(COLUMNS[self.name]).removeprefix("torch.")}
         if not self.store.shards:
             raise BadArgument(f"{self.store.path} has no complete shard yet, so {self.name} has no shape.")
         return self.store.shards[0].values[self.name]

@@ -1,0 +1,133 @@
+"""The directory that a harvest writes to: made, found free of anything else, and kept for one run alone."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, Final
+
+from filelock import FileLock, Timeout
+
+from ..errors import BadArgument
+from .shards import INDEX, STATISTICS, ShardFolder, aside
+
+__all__ = ["alone", "directory", "mark_run", "sees", "tidy"]
+
+_LOCK: Final = "lock"
+_RUN: Final = "run"
+_PROBE: Final = "probe"
+_OURS: Final = (_LOCK, _RUN, _PROBE, INDEX)
+"""What may lie aside in a directory that has no index yet."""
+_PATIENCE: Final = 10.0
+"""Seconds after which a file that another machine wrote is seen over a network."""
+
+
+def directory(out: Any) -> Path:
+    """What was given as `out`.
+
+    Raises: BadArgument.
+    """
+    if not isinstance(out, (str, os.PathLike)) or not str(out) or "\0" in str(out):
+        raise BadArgument(f"harvest: out is the directory to write to, not {out!r}.")
+    return Path(os.fspath(out))
+
+
+@contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Make the directory and keep other runs out of it, until the end.
+
+    Raises: BadArgument, for a directory that holds something else, cannot be written or is written to.
+    """
+    _make(out)
+    lock = FileLock(aside(out) / _LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BadArgument(
+            f"harvest: another run is writing to {out}. Wait until it ends, or give another directory."
+        ) from None
+    except (OSError, NotImplementedError):  # a file system without locks
+        yield
+        return
+    try:
+        yield
+    finally:
+        # Before another run may hold it: nothing of this one stays where it was refused.
+        with suppress(OSError):
+            for name in (_LOCK, _RUN):
+                (aside(out) / name).unlink(missing_ok=True)
+            aside(out).rmdir()
+        lock.release()
+
+
+def _make(out: Path) -> None:
+    """Make the folders, and see that they can be written.
+
+    Raises: BadArgument.
+    """
+    shards = ShardFolder(out)
+    if out.is_symlink() and not out.exists():
+        raise BadArgument(f"harvest: {out} is a link to nothing. Give another directory.")
+    if out.exists() and not out.is_dir():
+        raise BadArgument(f"harvest: {out} is a file, not a directory. Give another one.")
+    try:
+        if not (out / INDEX).exists() and (strange := _strange(out, shards)) is not None:
+            raise BadArgument(
+                f"harvest: {out} is no store and is not empty: it has {strange.relative_to(out)}. Give an "
+                f"empty directory or a new one."
+            )
+        for place in (out, shards.place, aside(out)):
+            place.mkdir(parents=True, exist_ok=True)
+        probe = aside(out) / _PROBE
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise BadArgument(f"harvest: {out} cannot be written: {error}. Give another directory.") from None
+
+
+def _strange(out: Path, shards: ShardFolder) -> Path | None:
+    """What lies in a directory without an index that no harvest put there; hidden files and a disk's own
+    folder do not count."""
+    if not out.is_dir():
+        return None
+    for each in out.iterdir():
+        ours = each in (shards.place, aside(out)) or each.name in (STATISTICS, "lost+found")
+        if not ours and not each.name.startswith("."):
+            return each
+    if aside(out).is_dir():
+        for each in aside(out).iterdir():
+            if each.name not in _OURS:
+                return each
+    return shards.strange()
+
+
+def mark_run(out: Path) -> str:
+    """Leave a mark of this run that its other processes look for."""
+    mark = uuid.uuid4().hex
+    (aside(out) / _RUN).write_text(mark)
+    return mark
+
+
+def sees(out: Path, mark: str) -> bool:
+    """Whether the mark is seen from here."""
+    ends = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            if (aside(out) / _RUN).read_text() == mark:
+                return True
+        except OSError:
+            pass
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.1)
+
+
+def tidy(out: Path) -> None:
+    """Remove the folders that files are written aside in."""
+    for folder in (aside(out), aside(ShardFolder(out).place)):
+        rmtree(folder, ignore_errors=True)
