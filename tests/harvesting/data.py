@@ -40,6 +40,13 @@ def in_order(store: Store, path: str) -> Tensor:
     return store[path][order]
 
 
+def lose(out: Path, number: int) -> None:
+    """Remove a shard."""
+    first = sorted(out.glob("shards/*.json"))[number].stem
+    for path in out.glob(f"shards/{first}.*"):
+        path.unlink()
+
+
 @contextmanager
 def forwards(of: Any) -> Iterator[list[Tensor]]:
     """The ids of every forward that runs meanwhile."""

@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from gemloupe import StandardizedTransformer, harvest
 from gemloupe.errors import GemloupeError
+from gemloupe.harvesting import directory as folders
 from gemloupe.harvesting import shards
 from gemloupe.testing import tiny, tiny_tokenizer
-from tests.harvesting.data import rows_of_ids
+from tests.harvesting.data import lose, rows_of_ids
 
 RANK = int(os.environ["RANK"])
 
@@ -53,26 +54,20 @@ def joined() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def lose(out: Path, number: int) -> None:
-    """Remove a shard."""
-    first = sorted(out.glob("shards/*.json"))[number].stem
-    for path in out.glob(f"shards/{first}.*"):
-        path.unlink()
-
-
 def answer(model: Any, call: dict[str, Any]) -> list[Any]:
     texts = rows_of_ids()
     if call.get("other_data") == RANK:
         texts[0][-1] += 1
-    for number in call.get("lose", ()):
+    out = f"{call['out']} elsewhere" if call.get("elsewhere") == RANK else call["out"]
+    if call.get("other_weights") == RANK:
+        model = tiny("e2b", seed=77)
+    for number in sorted(call.get("lose", ()), reverse=True):
         if RANK == 0:
             lose(Path(call["out"]), number)
     around = disk_full if call.get("full") == RANK else joined if call.get("joined") else nullcontext
     with around():
         try:
-            store = harvest(
-                model, texts, call["values"], call["out"], progress=False, **call.get("options", {})
-            )
+            store = harvest(model, texts, call["values"], out, progress=False, **call.get("options", {}))
         except GemloupeError as error:
             return [type(error).__name__, str(error)]
     return [len(store), store.complete, sorted({batch for s in store.shards for batch in s.batches})]
@@ -81,6 +76,7 @@ def answer(model: Any, call: dict[str, Any]) -> list[Any]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    folders._PATIENCE = 0.5
     directory, calls, answers = json.loads(sys.argv[1])
     model = tiny("e2b") if directory is None else divided(directory)
     found = [answer(model, call) for call in calls]

@@ -97,7 +97,7 @@ def test_a_model_that_was_changed_does_not_go_on(
 
 
 def test_an_observing_hook_and_another_path_of_the_model_go_on(tmp_path: Path):
-    of = tiny("e2b")
+    of: Any = tiny("e2b")
     small(tmp_path, of)
     of._module.config._name_or_path = "elsewhere"
     of._module.name_or_path = "elsewhere"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -43,6 +44,26 @@ def test_the_hour_of_the_end():
         after = datetime.now() + timedelta(seconds=seconds)
         far = before.date() != datetime.now().date()
         assert text in {f"ends {end:{'%a %d %b ' if far else ''}%H:%M}" for end in (before, after)}
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_log_gets_a_line_a_minute(
+    shown: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    clock = itertools.count(0, 25)  # seconds from one batch to the next
+    monkeypatch.setattr(progress, "monotonic", lambda: float(next(clock)))
+    harvest(model(), rows_of_ids(), OUTPUT, tmp_path / "s", tokens_per_batch=10, progress=shown)
+    lines = capsys.readouterr().err.splitlines()
+    if not shown:
+        assert lines == []
+        return
+    batches = next(clock) // 25 - 1
+    assert len(lines) == batches // 3 > 1
+    total = sum(LENGTHS)
+    for number, line in enumerate(lines, 1):
+        found = re.fullmatch(rf"harvest: (\d+) of {total} tokens, (\d+) tokens/s, ends \d\d:\d\d", line)
+        assert found, line
+        assert int(found[2]) == round(int(found[1]) / (75 * number))
 
 
 @pytest.mark.parametrize("shown", [True, False])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -15,8 +17,11 @@ import transformers
 from packaging.version import Version
 
 from gemloupe import StandardizedTransformer, Store, harvest
+from gemloupe.errors import DamagedStore, HarvestStopped
+from gemloupe.harvesting.shards import ShardFolder
 from gemloupe.testing import tiny_module, tiny_tokenizer
-from tests.harvesting.data import OUTPUTS, files, forwards, in_order, model, rows_of_ids
+from tests.harvesting.data import OUTPUTS, files, forwards, in_order, lose, model, rows_of_ids
+from tests.harvesting.test_survives import fills_up
 
 VALUES = [OUTPUTS, "layers[4].self_attn.attention_probabilities"]
 OPTIONS: dict[str, Any] = {"tokens_per_batch": 20, "shard_bytes": 12_000}
@@ -57,9 +62,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Store:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
+def two(tmp_path_factory: pytest.TempPathFactory, alone: Store) -> tuple[Path, dict[str, list[Any]]]:
     """A directory in which two processes made harvests, one after another, and what they answered."""
     folder = tmp_path_factory.mktemp("two")
+    copytree(alone.path, folder / "of one")
+    begun_by_one(folder / "begun by one")
     calls = {
         "torchrun": {"out": "torchrun"},
         "a group that is there": {"out": "joined", "joined": True},
@@ -68,12 +75,24 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[
         "lost": {"out": "for one", "lose": [0, 2], "other_data": 0},
         "full": {"out": "full", "full": 1},
         "made room": {"out": "full"},
+        "of one": {"out": "of one", "lose": [0, 2, 5]},
+        "begun by one": {"out": "begun by one"},
+        "elsewhere": {"out": "elsewhere", "elsewhere": 1},
+        "other weights": {"out": "other weights", "other_weights": 1},
         "other data": {"out": "other data", "other_data": 1},
         "refused": {"out": "refused", "options": {"positions": "first"}},
     }
     for call in calls.values():
         call["out"] = str(folder / call["out"])
     return folder, launch(folder, calls)
+
+
+def begun_by_one(out: Path) -> None:
+    """A harvest of one process that its disk ended after two shards."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(HarvestStopped):
+        fills_up(patch, after=7, error=OSError(errno.ENOSPC, "No space left on device"))
+        harvest(model(), rows_of_ids(), VALUES, out, progress=False, **OPTIONS)
+    assert len(Store(out).shards) == 2
 
 
 def same_rows(one: Store, other: Store) -> None:
@@ -114,6 +133,68 @@ def test_a_run_of_two_is_taken_up_by_one(alone: Store, two: Any):
         harvest(of, rows_of_ids(), VALUES, folder / "for one", progress=False, **OPTIONS)
     assert 0 < len(ran) < len(answers["torchrun"][0][2])
     same_rows(Store(folder / "for one"), alone)
+
+
+@pytest.mark.parametrize("name", ["of one", "begun by one"])
+def test_a_run_of_one_is_taken_up_by_two_and_by_one_again_bit_for_bit(name: str, alone: Store, two: Any):
+    folder, answers = two
+    wanted = files(alone.path)
+    assert len(alone.shards) >= 6
+    assert [answer[1] for answer in answers[name]] == [True, True]
+    assert files(folder / name) == wanted
+    for number in (0, 3):
+        lose(folder / name, number)
+    with forwards(model()) as ran:
+        harvest(model(), rows_of_ids(), VALUES, folder / name, progress=False, **OPTIONS)
+    lost = [*alone.shards[0].batches, *alone.shards[3].batches]
+    assert len(ran) == 1 + len(lost)  # one batch to compare
+    assert files(folder / name) == wanted
+
+
+def test_shards_that_do_not_belong_together_are_refused_and_rows_are_counted(alone: Store, tmp_path: Path):
+    out = tmp_path / "s"
+    copytree(alone.path, out)
+    (out / "index.json").unlink()
+    record = json.loads((out / "shards" / alone.shards[1].file).with_suffix(".json").read_text())
+    record["batches"] = [*record["batches"], 99]
+    (out / "shards" / alone.shards[1].file).with_suffix(".json").write_text(json.dumps(record))
+    with pytest.raises(
+        DamagedStore, match=rf"{alone.shards[1].file} holds other batches than belong together"
+    ):
+        harvest(model(), rows_of_ids(), VALUES, out, progress=False, **OPTIONS)
+
+
+def test_a_store_of_which_shards_vanish_meanwhile_is_not_called_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write = ShardFolder.write
+
+    def lossy(self: ShardFolder, *args: Any, **kwargs: Any) -> Any:
+        record = write(self, *args, **kwargs)
+        if len(self.records()) == 3:
+            lose(self.store, 0)
+        return record
+
+    monkeypatch.setattr(ShardFolder, "write", lossy)
+    with pytest.raises(DamagedStore, match=r"holds \d+ of \d+ batches where all were written"):
+        harvest(model(), rows_of_ids(), VALUES, tmp_path / "s", progress=False, **OPTIONS)
+    assert not Store(tmp_path / "s").complete
+
+
+def test_processes_that_write_to_different_directories_are_refused(two: Any):
+    folder, answers = two
+    first, second = answers["elsewhere"]
+    assert second[0] == "BadArgument"
+    assert "process 1 does not see the directory" in second[1]
+    assert "give a directory that every process sees" in second[1]
+    assert first[0] == "HarvestStopped"
+    assert not list(folder.glob("elsewhere*/shards/*"))
+
+
+def test_processes_with_different_weights_are_refused(two: Any):
+    folder, answers = two
+    assert [answer[0] for answer in answers["other weights"]] == ["BadArgument"] * 2
+    assert not (folder / "other weights").exists()
 
 
 def test_what_stops_one_process_stops_all_with_its_reason(alone: Store, two: Any):

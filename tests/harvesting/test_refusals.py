@@ -64,7 +64,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any], type[Exception], list[str]]] 
     ("sample", [[2]], OUTPUT, {"sample": 0}, BadArgument, ["sample is a number of tokens", "not 0"]),
     ("seed", [[2]], OUTPUT, {"seed": "x"}, BadArgument, ["seed is a whole number, not 'x'"]),
     ("dtype", [[2]], OUTPUT, {"dtype": "brain"}, BadArgument, ["bfloat16", "not 'brain'"]),
-    ("int dtype", [[2]], OUTPUT, {"dtype": torch.int8}, BadArgument, ["torch.float32", "torch.int8"]),
+    ("int dtype", [[2]], OUTPUT, {"dtype": torch.int8}, BadArgument, ["one of float32", "torch.int8"]),
     ("budget", [[2]], OUTPUT, {"tokens_per_batch": 0}, BadArgument, ["tokens_per_batch", "not 0"]),
     ("shards", [[2]], OUTPUT, {"shard_bytes": 1.5}, BadArgument, ["shard_bytes", "not 1.5"]),
     ("truncate", [[2]], OUTPUT, {"truncate": 0}, BadArgument, ["truncate", "not 0"]),

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemloupe import harvest
+from gemloupe.errors import UnknownName
 from gemloupe.harvesting.statistics import Massive, Moments, Sums, ValueStatistics, merged
+from tests.core.models import Case
 from tests.harvesting.data import OUTPUT, model, rows_of_ids
 
 HEADS = "layers[4].self_attn.attention_head_outputs"
@@ -133,3 +135,20 @@ def test_a_robust_harvest_keeps_what_it_found(tmp_path: Path):
         assert float(rows[one.position][one.dimension]) == one.value
     plain = store.statistics["layers[2].layer_output"]
     assert (plain.massive_count, plain.ordinary_count) == (0, plain.count)
+
+
+def test_what_has_no_statistics_says_why(tmp_path: Path):
+    of = Case("26b-a4b").model()
+    scores = "layers[0].self_attn.attention_scores"
+    values = ["layers[2].mlp.expert_indices", scores, "layers[2].layer_output"]
+    found = harvest(of, rows_of_ids(), values, tmp_path / "s", progress=False).statistics
+    assert list(found) == ["layers[2].layer_output"]
+    assert found[of.layers[2].layer_output].count == found["layers[2].layer_output"].count
+    for path in ("layers[2].mlp.expert_indices", scores):
+        with pytest.raises(UnknownName, match="has no statistics: whole numbers and masks"):
+            found[path]
+    with pytest.raises(
+        UnknownName, match=r"was not harvested; there are .*Did you mean layers\[2\]\.layer_output"
+    ):
+        found["layers[2].layer_outptu"]
+    assert "layers[2].layer_output" in repr(found)

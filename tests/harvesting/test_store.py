@@ -130,7 +130,26 @@ def test_the_rows_of_a_sequence(store: Store):
         rows = store.of_sequence(sequence)
         assert store.positions[rows].tolist() == list(range(length))
         assert set(store.sequences[rows].tolist()) == {sequence}
-    assert len(store[OUTPUT][store.of_sequence(99)]) == 0
+    for number in (len(LENGTHS), -1):
+        with pytest.raises(
+            BadArgument, match=rf"no sequence {number}: the data set has {len(LENGTHS)}, numbered"
+        ):
+            store.of_sequence(number)
+
+
+def test_a_sequence_none_of_whose_tokens_was_chosen_has_no_rows(tmp_path: Path):
+    found = harvest(
+        model(),
+        rows_of_ids(),
+        OUTPUT,
+        tmp_path / "s",
+        positions=lambda ids: torch.full(ids.shape, len(ids) != 3),
+        progress=False,
+    )
+    empty = LENGTHS.index(3)
+    assert found.of_sequence(empty) == slice(0, 0)
+    assert len(found[OUTPUT][found.of_sequence(empty)]) == 0
+    assert set(found.sequences[found.of_sequence(empty + 1)].tolist()) == {empty + 1}
 
 
 # ---- iteration ---------------------------------------------------------------------------------------------

@@ -12,14 +12,18 @@ Models"). An *outlier dimension* is one whose root mean square is six times the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from math import prod
 from typing import Final
 
 import torch
 
-__all__ = ["Massive", "Moments", "Sums", "ValueStatistics", "merged"]
+from ..errors import UnknownName
+from ..references import Reference
+
+__all__ = ["Massive", "Moments", "Statistics", "Sums", "ValueStatistics", "merged"]
 
 _AT_ONCE: Final = 2**19
 """Numbers that are taken to float64 together: four megabytes."""
@@ -257,6 +261,40 @@ class ValueStatistics:
             massive=tuple(Massive(s, p, _place(d, sums.shape), value) for (s, p, d), value in listed),
             outliers=_outliers(sums, count),
         )
+
+
+class Statistics(Mapping[str, ValueStatistics]):
+    """The statistics of a store by value: `statistics["layers[3].layer_output"].mean`."""
+
+    def __init__(self, found: dict[str, ValueStatistics], harvested: tuple[str, ...]) -> None:
+        self._found = found
+        self._harvested = harvested
+
+    def __getitem__(self, value: str | Reference) -> ValueStatistics:
+        """Of one value.
+
+        Raises: UnknownName, which says whether it was harvested.
+        """
+        path = str(value)
+        if path in self._found:
+            return self._found[path]
+        if path in self._harvested:
+            raise UnknownName(
+                f"{path} has no statistics: whole numbers and masks have no mean worth a name, and scores of "
+                f"hidden keys are minus infinity."
+            )
+        near = get_close_matches(path, self._found, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        raise UnknownName(f"{path} was not harvested; there are statistics of {', '.join(self)}.{meant}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __repr__(self) -> str:
+        return f"<statistics of {', '.join(self) or 'no value'}>"
 
 
 def _outliers(sums: Sums, count: int) -> tuple[tuple[int, ...], ...]:

@@ -20,7 +20,7 @@ from ..errors import BadArgument, DamagedStore, UnknownName
 from ..references import Reference
 from .index import Index
 from .shards import COLUMNS, STATISTICS, ShardFolder, file_checksum, read_tensors
-from .statistics import ValueStatistics, merged
+from .statistics import Statistics, ValueStatistics, merged
 
 __all__ = ["Column", "Rows", "Store"]
 
@@ -87,15 +87,21 @@ class Store:
         return f"Store({str(self.path)!r}: {len(self)} rows of {len(self.paths)} values of {name}{state})"
 
     @cached_property
-    def statistics(self) -> dict[str, ValueStatistics]:
-        """Mean, variance and norms by value, over all rows; whole numbers and raw scores have none."""
+    def statistics(self) -> Statistics:
+        """Mean, variance and norms by value, over all rows; whole numbers and raw scores have none.
+
+        Raises: DamagedStore.
+        """
         parts: list[Mapping[str, torch.Tensor]]
         if self.complete:
             self._check_statistics()
             parts = [read_tensors(self.path / STATISTICS)]
         else:
             parts = [self._folder.statistics(record) for record in self.shards]
-        return {path: ValueStatistics.of(sums) for path, sums in merged(parts).items()}
+        sums = merged(parts)
+        return Statistics(
+            {path: ValueStatistics.of(sums[path]) for path in self.paths if path in sums}, self.paths
+        )
 
     def verify(self) -> None:
         """Read every file and compare its checksum.
@@ -146,9 +152,28 @@ class Store:
         return self["sequences"][:]
 
     def of_sequence(self, sequence: int) -> slice:
-        """The rows of one sequence; none where it has none."""
-        found = (self.sequences == sequence).nonzero().flatten()
-        return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
+        """The rows of one sequence; none where none of its tokens was chosen, or its shard is not there yet.
+
+        Raises: BadArgument, for a number that no sequence has.
+        """
+        if not 0 <= sequence < self.index.data["sequences"]:
+            raise BadArgument(
+                f"there is no sequence {sequence}: the data set has {self.index.data['sequences']}, numbered "
+                f"from 0."
+            )
+        numbers, starts, stops = self._runs
+        at = int(torch.searchsorted(numbers, sequence))
+        if at == len(numbers) or int(numbers[at]) != sequence:
+            return slice(0, 0)
+        return slice(int(starts[at]), int(stops[at]))
+
+    @cached_property
+    def _runs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sequences that have rows, ascending, and where the rows of each start and stop."""
+        numbers, counts = self.sequences.unique_consecutive(return_counts=True)
+        stops = counts.cumsum(0)
+        order = numbers.argsort()
+        return numbers[order], (stops - counts)[order], stops[order]
 
     def shuffled(
         self, batch_size: int, values: Names | None = None, *, seed: int = 0, block: int = 4096
