@@ -73,7 +73,7 @@ def test_a_column_of_jsonl(call: list[str], tmp_path: Path):
     file = tmp_path / "in.jsonl"
     file.write_text("\n".join(json.dumps({"body": text}) for text in TEXTS))
     call[call.index("--input") + 1] = str(file)
-    assert "row 0 has no 'text'" in invoke(call).stderr
+    assert f"line 1 of {file} has no 'text'" in invoke(call).stderr
     assert invoke([*call, "--column", "body"]).exit_code == 0
     assert len(Store(tmp_path / "s")) == sum(len(text) + 1 for text in TEXTS)
 

@@ -20,11 +20,16 @@ from ..errors import BadArgument, UnknownName
 from ..references import Reference
 from .index import Index
 from .shards import COLUMNS, ShardFolder, read_tensors
+from .sources import short, whole_number
 from .statistics import ValueStatistics, merged
 
 __all__ = ["STATISTICS", "Column", "Rows", "Store"]
 
 STATISTICS: Final = "statistics.safetensors"
+_NUMBERS: Final = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+)
 Wanted = int | slice | Sequence[int] | torch.Tensor
 """Rows: one (its axis is dropped), a slice, numbers, or a mask `[rows]`."""
 Names = str | Reference | Iterable[str | Reference]
@@ -105,7 +110,7 @@ class Store:
 
         Raises: UnknownName, with the nearest.
         """
-        name = str(value)
+        name = str(value) if isinstance(value, (str, Reference)) else short(value)
         if name not in (*self.index.values, *COLUMNS):
             near = get_close_matches(name, self.index.values, n=1)
             meant = f" Did you mean {near[0]}?" if near else ""
@@ -144,11 +149,16 @@ class Store:
 
         Raises: BadArgument, UnknownName.
         """
-        for name, number in (("batch_size", batch_size), ("block", block)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise BadArgument(f"shuffled: {name} is a number of rows, not {number!r}.")
-        names = self._names(values)
-        return self._shuffled(batch_size, names, seed, block)
+        rows = []
+        for name, given in (("batch_size", batch_size), ("block", block)):
+            number = whole_number(given)
+            if number is None or number < 1:
+                raise BadArgument(f"shuffled: {name} is a number of rows, not {short(given)}.")
+            rows.append(number)
+        start = whole_number(seed)
+        if start is None or not -(2**63) <= start < 2**64:  # what torch's generator takes
+            raise BadArgument(f"shuffled: seed is a whole number of 64 bits, not {short(seed)}.")
+        return self._shuffled(rows[0], self._names(values), start, rows[1])
 
     def _shuffled(
         self, batch_size: int, names: list[str], seed: int, block: int
@@ -177,8 +187,11 @@ class Store:
         return Rows(self, self._names(values))
 
     def _names(self, values: Names | None) -> list[str]:
-        given = self.paths if values is None else [values] if isinstance(values, (str, Reference)) else values
-        return [*(self[value].name for value in given), *COLUMNS]
+        if values is None:
+            values = self.paths
+        elif isinstance(values, (str, Reference)) or not isinstance(values, Iterable):
+            values = [values]
+        return [*(self[value].name for value in values), *COLUMNS]
 
     # -- shards ----------------------------------------------------------------------------------
 
@@ -198,7 +211,9 @@ class Store:
 class Column:
     """The rows of one value: `column[3]`, `column[10:20]`, `column[[4, 1]]`, `column[mask]` are tensors.
 
-    A slice inside one shard is a view of the file, everything else a copy.
+    A slice inside one shard is a view of the file as this store has it mapped: what is changed in it in
+    place stays changed for whoever reads these rows of this store again, and never reaches the disk.
+    `clone()` it first. Everything else is a copy.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -234,26 +249,61 @@ class Column:
         return f"<{self.name} [{' '.join(self.axes)}]: {len(self)} rows>"
 
     def __getitem__(self, rows: Wanted) -> torch.Tensor:
-        if isinstance(rows, int):
-            return self._numbered(self._inside(torch.tensor([rows])))[0]
+        """Rows, as a tensor's are taken; further axes are indexed on the result.
+
+        Raises: BadArgument, for what names no rows; IndexError, for a row past the end.
+        """
         if isinstance(rows, slice):
-            start, stop, step = rows.indices(len(self))
-            if step == 1:
-                return self._run(start, max(start, stop))
-            return self._numbered(torch.tensor(range(start, stop, step), dtype=torch.int64))
-        wanted = torch.as_tensor(rows)
+            return self._sliced(rows)
+        number = whole_number(rows)
+        if number is not None:
+            if not -len(self) <= number < len(self):
+                raise self._past(number)
+            return self._numbered(torch.tensor([number % len(self)]))[0]
+        wanted = self._listed(rows)
         if wanted.dtype == torch.bool:
             if wanted.shape != (len(self),):
                 raise BadArgument(f"a mask of rows is [{len(self)}], not {list(wanted.shape)}.")
-            wanted = wanted.nonzero().flatten()
-        return self._numbered(self._inside(wanted.to(torch.int64)))
+            return self._numbered(wanted.nonzero().flatten())
+        return self._numbered(self._inside(wanted))
+
+    def _sliced(self, rows: slice) -> torch.Tensor:
+        try:
+            start, stop, step = rows.indices(len(self))
+        except (TypeError, ValueError) as error:
+            raise BadArgument(f"{rows!r} is no slice of rows: {error}.") from None
+        if step == 1:
+            return self._run(start, max(start, stop))
+        return self._numbered(torch.tensor(range(start, stop, step), dtype=torch.int64))
+
+    def _listed(self, rows: Any) -> torch.Tensor:
+        """A mask, or row numbers, `[n]`, int64."""
+        try:
+            found = None if isinstance(rows, tuple) else torch.as_tensor(rows)
+        except (TypeError, ValueError, RuntimeError):
+            found = None
+        if found is not None and found.dtype == torch.bool and found.dim():
+            return found.cpu()
+        # An empty list is of no dtype. As an index, uint8 was a mask once.
+        integral = found is not None and (found.dtype in _NUMBERS or not found.numel())
+        if found is None or found.dim() != 1 or not integral:
+            what = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, torch.Tensor) else short(rows)
+            raise BadArgument(
+                f"{self.name}: {what} names no rows. Rows are a whole number, a slice, a list or "
+                f"tensor of row numbers, or a mask, torch.bool [{len(self)}]. Index further axes on what "
+                f"comes of it: column[rows][:, 5]."
+            )
+        return found.to("cpu", torch.int64)
 
     def _inside(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows counted from the start."""
         past = rows[(rows < -len(self)) | (rows >= len(self))]
         if len(past):
-            raise IndexError(f"row {int(past[0])} is past the store's {len(self)}, 0 to {len(self) - 1}.")
+            raise self._past(int(past[0]))
         return rows % max(len(self), 1)
+
+    def _past(self, row: int) -> IndexError:
+        return IndexError(f"row {row} is past the store's {len(self)}, 0 to {len(self) - 1}.")
 
     def _run(self, start: int, stop: int) -> torch.Tensor:
         """Rows that follow each other."""
