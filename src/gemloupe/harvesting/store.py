@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias
 
 import torch
 from torch.utils.data import Dataset
@@ -23,6 +23,9 @@ from .shards import COLUMNS, ShardFolder, read_tensors
 from .sources import short, whole_number
 from .statistics import ValueStatistics, merged
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 __all__ = ["STATISTICS", "Column", "Rows", "Store"]
 
 STATISTICS: Final = "statistics.safetensors"
@@ -30,7 +33,7 @@ _NUMBERS: Final = (
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
 )
-Wanted = int | slice | Sequence[int] | torch.Tensor
+Wanted: TypeAlias = "SupportsIndex | slice | Sequence[int] | torch.Tensor | NDArray[Any]"
 """Rows: one (its axis is dropped), a slice, numbers, or a mask `[rows]`."""
 Names = str | Reference | Iterable[str | Reference]
 
@@ -138,7 +141,12 @@ class Store:
         return slice(int(found[0]), int(found[-1]) + 1) if len(found) else slice(0, 0)
 
     def shuffled(
-        self, batch_size: int, values: Names | None = None, *, seed: int = 0, block: int = 4096
+        self,
+        batch_size: SupportsIndex,
+        values: Names | None = None,
+        *,
+        seed: SupportsIndex = 0,
+        block: SupportsIndex = 4096,
     ) -> Iterator[dict[str, torch.Tensor]]:
         """All rows once, in batches of `batch_size` (the last may be smaller), in an order that `seed`
         decides.
