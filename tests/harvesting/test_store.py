@@ -73,6 +73,8 @@ def test_any_tool_that_reads_safetensors_reads_it(store: Store):
         -1,
         [4, 80, 4, -2],
         torch.tensor([7, 3]),
+        torch.tensor([7]),
+        [7],
         [],
     ],
     ids=str,
