@@ -220,14 +220,20 @@ def harvest(
         import torch
 
         from .errors import HarvestStopped
+        from .harvesting.positions import NAMES
         from .harvesting.run import harvest as harvested
+        from .targets import is_tiny
 
         if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
             _refuse(f"there is no dtype {dtype!r}; store as float32, bfloat16, float16 or float64.")
+        if positions not in NAMES:
+            _refuse(f"--positions is one of {', '.join(NAMES)}, not {positions!r}.")
+        if shard_mib < 1:
+            _refuse(f"--shard-mib is a number of MiB, 1 or more, not {shard_mib}.")
         if not given.is_file():
             _refuse(f"there is no file {given}; give a text file or JSONL, one sequence a line.")
         local = os.environ.get("LOCAL_RANK")
-        if device_map is None and local is not None and torch.cuda.is_available():
+        if device_map is None and local is not None and torch.cuda.is_available() and not is_tiny(target):
             device_map = f"cuda:{local}"
         model = _loaded(target, text=True, **({} if device_map is None else {"device_map": device_map}))
         try:

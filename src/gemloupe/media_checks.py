@@ -19,7 +19,7 @@ from .errors import BadArgument
 from .ledger import is_fake
 from .prompts import CACHES
 
-__all__ = ["MediaCount", "Span", "check_media", "feature_width", "kernel_side", "patch_side"]
+__all__ = ["MediaCount", "Span", "check_media", "feature_width", "kernel_side", "patch_side", "placeholders"]
 
 
 class Span(NamedTuple):
@@ -123,6 +123,15 @@ def check_media(config: Any, encoding: Mapping[str, Any]) -> MediaCount:
             frame_spans=spans["frames"],
             audio_spans=spans["audios"],
         )
+
+
+def placeholders(config: Any) -> dict[int, str]:
+    """The token ids in whose place the model's forward puts soft tokens, and what each is of.
+
+    None of a text model, to which they are tokens as any other.
+    """
+    tokens = {getattr(config, kind.token, None): kind.noun for kind in _KINDS.values()}
+    return {token: noun for token, noun in tokens.items() if token is not None}
 
 
 def _refuse(reasons: Iterator[str]) -> None:

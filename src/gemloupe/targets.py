@@ -9,9 +9,14 @@ from .errors import BadArgument
 if TYPE_CHECKING:
     from .standardized import StandardizedTransformer
 
-__all__ = ["load", "tiny_target"]
+__all__ = ["is_tiny", "load", "tiny_target"]
 
 _TINY: Final = "tiny:"
+
+
+def is_tiny(target: str) -> bool:
+    """Whether a target names a tiny model, a known one or not."""
+    return target.startswith(_TINY)
 
 
 def tiny_target(target: str) -> tuple[str, bool] | None:
@@ -19,7 +24,7 @@ def tiny_target(target: str) -> tuple[str, bool] | None:
 
     Raises: BadArgument, for an unknown tiny model.
     """
-    if not target.startswith(_TINY):
+    if not is_tiny(target):
         return None
     from .testing import SHAPES
 
@@ -38,9 +43,13 @@ def load(target: str, *, text: bool = False, **options: Any) -> StandardizedTran
 
     Without `text` it takes token ids alone, so that a checkpoint need not have a tokenizer to be verified.
 
-    Raises: as `StandardizedTransformer`; BadArgument, for an unknown tiny model.
+    Raises: as `StandardizedTransformer`; BadArgument, for an unknown tiny model and for options of one.
     """
     if (of_tiny := tiny_target(target)) is not None:
+        if options:
+            raise BadArgument(
+                f"{target} is made in memory, on the CPU, and takes no {next(iter(options))}; leave it out."
+            )
         from .testing import tiny
 
         return tiny(of_tiny[0], wrapper=of_tiny[1])

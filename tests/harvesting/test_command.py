@@ -73,7 +73,7 @@ def test_a_column_of_jsonl(call: list[str], tmp_path: Path):
     file = tmp_path / "in.jsonl"
     file.write_text("\n".join(json.dumps({"body": text}) for text in TEXTS))
     call[call.index("--input") + 1] = str(file)
-    assert "row 0 has no 'text'" in invoke(call).stderr
+    assert f"line 1 of {file} has no 'text'" in invoke(call).stderr
     assert invoke([*call, "--column", "body"]).exit_code == 0
     assert len(Store(tmp_path / "s")) == sum(len(text) + 1 for text in TEXTS)
 
@@ -84,10 +84,13 @@ def test_a_column_of_jsonl(call: list[str], tmp_path: Path):
         (["--dtype", "bf16"], "there is no dtype 'bf16'; store as float32"),
         (["--dtype", "int8"], "harvest: dtype is one of"),
         (["--input", "nowhere.txt"], "there is no file nowhere.txt"),
-        (["--positions", "first"], "positions='first'; choose one of"),
+        (["--positions", "first"], "--positions is one of all, last, content, not 'first'.\n"),
+        (["--shard-mib", "0"], "--shard-mib is a number of MiB, 1 or more, not 0"),
+        (["--device-map", "cpu"], "tiny:e2b is made in memory, on the CPU, and takes no device_map"),
         (["--values", "layers[3].layer_outptu"], "layer_output"),
         (["--values", "layers[9].self_attn.own_keys"], "borrows"),
     ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_what_is_wrong_is_told_in_one_line(change: list[str], message: str, call: list[str], tmp_path: Path):
     result = invoke([*call, *change])
@@ -97,6 +100,14 @@ def test_what_is_wrong_is_told_in_one_line(change: list[str], message: str, call
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (tmp_path / "s").exists()
+
+
+def test_a_file_that_is_no_text_is_told_in_one_line(call: list[str], tmp_path: Path):
+    (tmp_path / "in.txt").write_bytes(b"opal\ncaf\xe9\n")
+    result = invoke(call)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"gemloupe: harvest: line 2 of {tmp_path / 'in.txt'} is not UTF-8 text")
+    assert result.stderr.count("\n") == 1
 
 
 def test_a_harvest_that_stops_midway_is_exit_status_1(call: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -121,12 +132,22 @@ def test_under_torchrun_each_process_has_a_gpu_of_its_own(
         asked.append(options)
         return tiny("e2b")
 
+    call[1] = "some/checkpoint"
     monkeypatch.setattr(targets, "load", load)
     monkeypatch.setenv("LOCAL_RANK", "3")
     assert invoke([*call, *more]).exit_code == 0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert invoke([*call, *more]).exit_code == 0
     assert asked == [{} if not more else wanted, wanted]
+
+
+def test_under_torchrun_a_tiny_model_stays_on_the_cpu(
+    call: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert invoke(call).exit_code == 0
+    assert Store(tmp_path / "s").complete
 
 
 def test_a_checkpoint_is_loaded_where_it_is_told_and_none_of_it_is_made_up(call: list[str], tmp_path: Path):

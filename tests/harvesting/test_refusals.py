@@ -50,6 +50,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any], type[Exception], list[str]]] 
     ("an absent value", [[2]], "layers[9].self_attn.own_keys", {}, Unavailable, ["layers[9]", "borrows"]),
     ("no value", [[2]], [], {}, BadArgument, ["no value was asked for"]),
     ("a value that is none", [[2]], [3], {}, BadArgument, ["values are paths", "not 3"]),
+    ("a module", [[2]], [tiny_module("e2b")], {}, BadArgument, ["not Gemma4ForCausalLM( (model): ", "...."]),
     ("next token", [[2]], "next_token_probs", {}, BadArgument, ["one row per sequence", "positions='last'"]),
     ("no such position", [[2]], OUTPUT, {"positions": "first"}, BadArgument, ["'first'", "'content'"]),
     ("no position", [[2]], OUTPUT, {"positions": "content"}, BadArgument, ["'content'", "choose no token"]),

@@ -12,15 +12,16 @@ import torch
 from ..errors import BadArgument
 from ..loading import text_config
 from .sequences import Sequences
+from .sources import short
 
-__all__ = ["Chooser", "choose", "described", "special_tokens"]
+__all__ = ["NAMES", "Chooser", "choose", "described", "special_tokens"]
 
 Named = Literal["all", "last", "content"]
 Chooser = Named | Callable[[torch.Tensor], torch.Tensor]
 """`"all"` tokens, the `"last"` one, the `"content"` (neither BOS nor padding nor any special token), or a
 function from a sequence's ids `[seq]` to a mask of them, `[seq]`."""
 
-_NAMES: Final = get_args(Named)
+NAMES: Final = get_args(Named)
 
 
 def check(positions: Chooser, sample: int | None, seed: int) -> None:
@@ -28,9 +29,9 @@ def check(positions: Chooser, sample: int | None, seed: int) -> None:
 
     Raises: BadArgument.
     """
-    if not callable(positions) and positions not in _NAMES:
+    if not callable(positions) and positions not in NAMES:
         raise BadArgument(
-            f"harvest: positions={positions!r}; choose one of {', '.join(map(repr, _NAMES))}, or give a "
+            f"harvest: positions={short(positions)}; choose one of {', '.join(map(repr, NAMES))}, or give a "
             f"function from a sequence's ids [seq] to a mask [seq]."
         )
     if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int) or sample < 1):

@@ -28,6 +28,7 @@ from ..paths import expand, find
 from ..references import Reference
 from .batches import Feed
 from .positions import Chooser
+from .sources import short
 
 __all__ = ["Form", "forms"]
 
@@ -86,7 +87,9 @@ def forms(model: Any, values: Any, positions: Chooser) -> list[Form]:
     if not given:
         raise BadArgument("harvest: no value was asked for; give paths such as 'layers.*.layer_output'.")
     if wrong := [value for value in given if not isinstance(value, (str, Reference))]:
-        raise BadArgument(f"harvest: values are paths such as 'layers.*.layer_output', not {wrong[0]!r}.")
+        raise BadArgument(
+            f"harvest: values are paths such as 'layers.*.layer_output', not {short(wrong[0])}."
+        )
     paths = dict.fromkeys(path for value in given for path in expand(model, value))
     return [_form(model, path, positions) for path in in_forward_order(paths)]
 

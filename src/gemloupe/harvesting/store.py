@@ -6,12 +6,11 @@ which is compared when the shard is first touched.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, SupportsIndex, TypeAlias
 
 import torch
 from torch.utils.data import Dataset
@@ -20,12 +19,21 @@ from ..errors import BadArgument, DamagedStore, UnknownName
 from ..references import Reference
 from .index import Index
 from .shards import COLUMNS, STATISTICS, ShardFolder, file_checksum, read_tensors
+from .shuffling import in_batches, order
+from .sources import short, whole_number
 from .statistics import Statistics, ValueStatistics, merged
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["Column", "Rows", "Store"]
 
 _AGAIN: Final = "Make the same harvest again: it puts this together anew from the shards."
-Wanted = int | slice | Sequence[int] | torch.Tensor
+_NUMBERS: Final = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint16, torch.uint32, torch.uint64),
+)
+Wanted: TypeAlias = "SupportsIndex | slice | Sequence[int] | torch.Tensor | NDArray[Any]"
 """Rows: one (its axis is dropped), a slice, numbers, or a mask `[rows]`."""
 Names = str | Reference | Iterable[str | Reference]
 
@@ -129,7 +137,7 @@ class Store:
 
         Raises: UnknownName, with the nearest.
         """
-        name = str(value)
+        name = str(value) if isinstance(value, (str, Reference)) else short(value)
         if name not in (*self.index.values, *COLUMNS):
             near = get_close_matches(name, self.index.values, n=1)
             meant = f" Did you mean {near[0]}?" if near else ""
@@ -176,40 +184,41 @@ class Store:
         return numbers[order], (stops - counts)[order], stops[order]
 
     def shuffled(
-        self, batch_size: int, values: Names | None = None, *, seed: int = 0, block: int = 4096
+        self,
+        batch_size: SupportsIndex,
+        values: Names | None = None,
+        *,
+        seed: SupportsIndex = 0,
+        buffer: SupportsIndex = 32_768,
     ) -> Iterator[dict[str, torch.Tensor]]:
         """All rows once, in batches of `batch_size` (the last may be smaller), in an order that `seed`
         decides.
 
-        Runs of `block` rows are read together, so that a disk reads in long runs: their order is random,
-        and so is the order inside each. Give another seed for another epoch. Each batch has the values (by
-        default all), `token_ids`, `positions` and `sequences`.
+        Short runs of rows from several random shards are put into a buffer of `buffer` rows, which batches
+        are drawn from: a batch has rows of many sequences, and the disk reads one shard after another. Give
+        another seed for another epoch. Each batch has the values (by default all), `token_ids`, `positions`
+        and `sequences`.
 
         Raises: BadArgument, UnknownName.
         """
-        for name, number in (("batch_size", batch_size), ("block", block)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-                raise BadArgument(f"shuffled: {name} is a number of rows, not {number!r}.")
-        names = self._names(values)
-        return self._shuffled(batch_size, names, seed, block)
+        rows = []
+        for name, given in (("batch_size", batch_size), ("buffer", buffer)):
+            number = whole_number(given)
+            if number is None or number < 1:
+                raise BadArgument(f"shuffled: {name} is a number of rows, not {short(given)}.")
+            rows.append(number)
+        start = whole_number(seed)
+        if start is None or not -(2**63) <= start < 2**64:  # what torch's generator takes
+            raise BadArgument(f"shuffled: seed is a whole number of 64 bits, not {short(seed)}.")
+        return self._shuffled(rows[0], self._names(values), start, rows[1])
 
     def _shuffled(
-        self, batch_size: int, names: list[str], seed: int, block: int
+        self, batch_size: int, names: list[str], seed: int, buffer: int
     ) -> Iterator[dict[str, torch.Tensor]]:
-        random_order = torch.Generator().manual_seed(seed)
-        starts = list(range(0, len(self), block))
-        random.Random(seed).shuffle(starts)
-        held: dict[str, torch.Tensor] = {}
-        for start in starts:
-            rows = range(start, min(start + block, len(self)))
-            order = torch.randperm(len(rows), generator=random_order)
-            block_rows = {name: Column(self, name)[rows.start : rows.stop][order] for name in names}
-            held = {name: torch.cat([held[name], t]) if held else t for name, t in block_rows.items()}
-            while len(held[names[0]]) >= batch_size:
-                yield {name: tensor[:batch_size] for name, tensor in held.items()}
-                held = {name: tensor[batch_size:] for name, tensor in held.items()}
-        if held and len(held[names[0]]):
-            yield held
+        columns = {name: Column(self, name) for name in names}
+        runs = order(self._starts.tolist(), seed)
+        read = ({name: column[first:stop] for name, column in columns.items()} for first, stop in runs)
+        return in_batches(read, batch_size, buffer, seed)
 
     def dataset(self, values: Names | None = None) -> Rows:
         """A torch `Dataset` of the rows, for a `DataLoader`: each is a dictionary of the values (by default
@@ -220,8 +229,11 @@ class Store:
         return Rows(self, self._names(values))
 
     def _names(self, values: Names | None) -> list[str]:
-        given = self.paths if values is None else [values] if isinstance(values, (str, Reference)) else values
-        return [*(self[value].name for value in given), *COLUMNS]
+        if values is None:
+            values = self.paths
+        elif isinstance(values, (str, Reference)) or not isinstance(values, Iterable):
+            values = [values]
+        return [*(self[value].name for value in values), *COLUMNS]
 
     # -- shards ----------------------------------------------------------------------------------
 
@@ -246,7 +258,9 @@ class Store:
 class Column:
     """The rows of one value: `column[3]`, `column[10:20]`, `column[[4, 1]]`, `column[mask]` are tensors.
 
-    A slice inside one shard is a view of the file, everything else a copy.
+    A slice inside one shard is a view of the file as this store has it mapped: what is changed in it in
+    place stays changed for whoever reads these rows of this store again, and never reaches the disk.
+    `clone()` it first. Everything else is a copy.
     """
 
     def __init__(self, store: Store, name: str) -> None:
@@ -282,26 +296,61 @@ class Column:
         return f"<{self.name} [{' '.join(self.axes)}]: {len(self)} rows>"
 
     def __getitem__(self, rows: Wanted) -> torch.Tensor:
-        if isinstance(rows, int):
-            return self._numbered(self._inside(torch.tensor([rows])))[0]
+        """Rows, as a tensor's are taken; further axes are indexed on the result.
+
+        Raises: BadArgument, for what names no rows; IndexError, for a row past the end.
+        """
         if isinstance(rows, slice):
-            start, stop, step = rows.indices(len(self))
-            if step == 1:
-                return self._run(start, max(start, stop))
-            return self._numbered(torch.tensor(range(start, stop, step), dtype=torch.int64))
-        wanted = torch.as_tensor(rows)
+            return self._sliced(rows)
+        number = whole_number(rows)
+        if number is not None:
+            if not -len(self) <= number < len(self):
+                raise self._past(number)
+            return self._numbered(torch.tensor([number % len(self)]))[0]
+        wanted = self._listed(rows)
         if wanted.dtype == torch.bool:
             if wanted.shape != (len(self),):
                 raise BadArgument(f"a mask of rows is [{len(self)}], not {list(wanted.shape)}.")
-            wanted = wanted.nonzero().flatten()
-        return self._numbered(self._inside(wanted.to(torch.int64)))
+            return self._numbered(wanted.nonzero().flatten())
+        return self._numbered(self._inside(wanted))
+
+    def _sliced(self, rows: slice) -> torch.Tensor:
+        try:
+            start, stop, step = rows.indices(len(self))
+        except (TypeError, ValueError) as error:
+            raise BadArgument(f"{rows!r} is no slice of rows: {error}.") from None
+        if step == 1:
+            return self._run(start, max(start, stop))
+        return self._numbered(torch.tensor(range(start, stop, step), dtype=torch.int64))
+
+    def _listed(self, rows: Any) -> torch.Tensor:
+        """A mask, or row numbers, `[n]`, int64."""
+        try:
+            found = None if isinstance(rows, tuple) else torch.as_tensor(rows)
+        except (TypeError, ValueError, RuntimeError):
+            found = None
+        if found is not None and found.dtype == torch.bool and found.dim():
+            return found.cpu()
+        # An empty list is of no dtype. As an index, uint8 was a mask once.
+        integral = found is not None and (found.dtype in _NUMBERS or not found.numel())
+        if found is None or found.dim() != 1 or not integral:
+            what = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, torch.Tensor) else short(rows)
+            raise BadArgument(
+                f"{self.name}: {what} names no rows. Rows are a whole number, a slice, a list or "
+                f"tensor of row numbers, or a mask, torch.bool [{len(self)}]. Index further axes on what "
+                f"comes of it: column[rows][:, 5]."
+            )
+        return found.to("cpu", torch.int64)
 
     def _inside(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows counted from the start."""
         past = rows[(rows < -len(self)) | (rows >= len(self))]
         if len(past):
-            raise IndexError(f"row {int(past[0])} is past the store's {len(self)}, 0 to {len(self) - 1}.")
+            raise self._past(int(past[0]))
         return rows % max(len(self), 1)
+
+    def _past(self, row: int) -> IndexError:
+        return IndexError(f"row {row} is past the store's {len(self)}, 0 to {len(self) - 1}.")
 
     def _run(self, start: int, stop: int) -> torch.Tensor:
         """Rows that follow each other."""
