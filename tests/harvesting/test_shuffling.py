@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+from statistics import median
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemloupe.harvesting import shuffling
-from gemloupe.harvesting.shuffling import in_batches, order
+from gemloupe.harvesting.shuffling import buffers, order
 
 SIZES = st.lists(st.integers(1, 300), min_size=1, max_size=40)
 
@@ -17,8 +19,11 @@ def starts(sizes: list[int]) -> list[int]:
 
 
 def batches(sizes: list[int], size: int, buffer: int, seed: int) -> list[list[int]]:
-    runs = ({"row": torch.arange(first, stop)} for first, stop in order(starts(sizes), seed))
-    return [batch["row"].tolist() for batch in in_batches(runs, size, buffer, seed)]
+    found: list[list[int]] = []
+    for rows in buffers(starts(sizes), size, buffer, seed):
+        assert len(rows) >= min(buffer - size, sum(sizes)) or sum(map(len, found)) + len(rows) == sum(sizes)
+        found += [some.tolist() for some in rows.split(size)]
+    return found
 
 
 @given(SIZES, st.integers(1, 500), st.integers(1, 2000), st.integers(0, 99))
@@ -30,18 +35,16 @@ def test_every_row_comes_once_in_batches_of_the_size(sizes: list[int], size: int
     assert found == batches(sizes, size, buffer, seed)
 
 
-@given(SIZES, st.integers(0, 99))
-def test_shards_are_done_with_a_few_at_a_time(sizes: list[int], seed: int):
-    begins = torch.tensor(starts(sizes))
-    shards = [int(torch.searchsorted(begins, first, right=True)) for first, _ in order(starts(sizes), seed)]
-    seen: list[int] = []
-    for shard in shards:
-        if shard not in seen:
-            seen.append(shard)
-    for at in range(0, len(seen), shuffling._SHARDS):
-        window = set(seen[at : at + shuffling._SHARDS])
-        places = [place for place, shard in enumerate(shards) if shard in window]
-        assert places == list(range(places[0], places[-1] + 1))
+def test_shards_are_touched_a_few_at_a_time():
+    size = 20_000  # rows of a shard, of which fourteen have 2**18
+    touched: list[int] = []
+    for done, (first, _) in enumerate(order(starts([size] * 60), seed=1)):
+        if first // size not in touched:
+            touched.append(first // size)
+            # Sixteen at first, then one more for each that was read.
+            assert len(touched) <= 16 + 1 + done * 32 // size
+    assert sorted(touched) == list(range(60))
+    assert touched != sorted(touched)
 
 
 def test_a_batch_has_rows_of_about_as_many_sequences_as_independent_draws_have():
@@ -51,8 +54,9 @@ def test_a_batch_has_rows_of_about_as_many_sequences_as_independent_draws_have()
     independent = len((torch.randint(rows, (size,), generator=drawn) // 500).unique())
     found = batches([4096] * 100, size, 32_768, seed=1)
     counts = [len({row // 500 for row in batch}) for batch in found[:-1]]
-    # Of 16 shards there are 131 sequences.
-    assert independent > 700
-    assert min(counts) > 110
-    neighbours = [sum(a + 1 == b for a, b in zip(batch, batch[1:], strict=False)) for batch in found]
+    # 2**18 rows that are mixed with each other are of 524 sequences.
+    assert 700 < independent < 819
+    assert median(counts) > 450
+    assert min(counts) > 250
+    neighbours = [sum(a + 1 == b for a, b in pairwise(batch)) for batch in found]
     assert max(neighbours) <= 3

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final
 
 import torch
 
-__all__ = ["in_batches", "order"]
+__all__ = ["buffers", "order"]
 
-_RUN: Final = 64
+_RUN: Final = 32
 """Rows that are read together. Those of a sequence follow each other, so that longer runs would mix less."""
 _SHARDS: Final = 16
-"""Shards that are mixed with each other: each is read from end to end when it is first touched, for its
-checksum."""
-
-Rows = dict[str, torch.Tensor]
+_ROWS: Final = 2**18
+"""At least so many shards and rows are mixed with each other. Each shard is read from end to end when it is
+first touched, for its checksum, so that all at once would be long."""
 
 
 def order(starts: list[int], seed: int) -> Iterator[tuple[int, int]]:
@@ -25,46 +24,42 @@ def order(starts: list[int], seed: int) -> Iterator[tuple[int, int]]:
     drawn = random.Random(seed)
     shards = list(pairwise(starts))
     drawn.shuffle(shards)
-    for at in range(0, len(shards), _SHARDS):
-        runs = [
-            (first, min(first + _RUN, stop))
-            for start, stop in shards[at : at + _SHARDS]
-            for first in range(start, stop, _RUN)
-        ]
-        drawn.shuffle(runs)
-        yield from runs
+    runs: list[tuple[int, int]] = []
+    enough = 0  # runs that are mixed with each other
+    for number, (start, stop) in enumerate(shards):
+        runs += [(first, min(first + _RUN, stop)) for first in range(start, stop, _RUN)]
+        if number < _SHARDS or enough * _RUN < _ROWS:
+            enough = len(runs)
+        while len(runs) > enough:
+            yield _drawn(runs, drawn)
+    while runs:
+        yield _drawn(runs, drawn)
 
 
-def in_batches(runs: Iterable[Rows], batch_size: int, buffer: int, seed: int) -> Iterator[Rows]:
-    """The rows of all runs, drawn from a buffer of at least `buffer` of them."""
+def _drawn(runs: list[tuple[int, int]], drawn: random.Random) -> tuple[int, int]:
+    """One of the runs, taken out."""
+    at = drawn.randrange(len(runs))
+    runs[at], runs[-1] = runs[-1], runs[at]
+    return runs.pop()
+
+
+def buffers(starts: list[int], batch_size: int, buffer: int, seed: int) -> Iterator[torch.Tensor]:
+    """Row numbers, at least `buffer` of them together and whole batches but for the last; every row once."""
     drawn = torch.Generator().manual_seed(seed)
-    held: list[Rows] = []
+    held: list[torch.Tensor] = []
     count = 0
-    for run in runs:
-        held.append(run)
-        count += _length(run)
-        if count < max(buffer, batch_size):
-            continue
-        mixed = _mixed(held, drawn)
-        whole = count // batch_size * batch_size
-        yield from _cut(mixed, whole, batch_size)
-        held = [{name: rows[whole:] for name, rows in mixed.items()}]
-        count -= whole
+    for first, stop in order(starts, seed):
+        held.append(torch.arange(first, stop))
+        count += stop - first
+        if count >= max(buffer, batch_size):
+            mixed = _mixed(held, drawn)
+            whole = count // batch_size * batch_size
+            yield mixed[:whole]
+            held, count = [mixed[whole:]], count - whole
     if count:
-        yield from _cut(_mixed(held, drawn), count, batch_size)
+        yield _mixed(held, drawn)
 
 
-def _mixed(held: list[Rows], drawn: torch.Generator) -> Rows:
-    """Rows of several runs in a random order."""
-    together = {name: torch.cat([rows[name] for rows in held]) for name in held[0]}
-    shuffled = torch.randperm(_length(together), generator=drawn)
-    return {name: rows[shuffled] for name, rows in together.items()}
-
-
-def _cut(rows: Rows, stop: int, batch_size: int) -> Iterator[Rows]:
-    for at in range(0, stop, batch_size):
-        yield {name: tensor[at : min(at + batch_size, stop)] for name, tensor in rows.items()}
-
-
-def _length(rows: Rows) -> int:
-    return len(next(iter(rows.values())))
+def _mixed(held: list[torch.Tensor], drawn: torch.Generator) -> torch.Tensor:
+    rows = torch.cat(held)
+    return rows[torch.randperm(len(rows), generator=drawn)]

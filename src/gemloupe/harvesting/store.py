@@ -19,7 +19,7 @@ from ..errors import BadArgument, DamagedStore, UnknownName
 from ..references import Reference
 from .index import Index
 from .shards import COLUMNS, STATISTICS, ShardFolder, file_checksum, read_tensors
-from .shuffling import in_batches, order
+from .shuffling import buffers
 from .sources import short, whole_number
 from .statistics import Statistics, ValueStatistics, merged
 
@@ -215,10 +215,13 @@ class Store:
     def _shuffled(
         self, batch_size: int, names: list[str], seed: int, buffer: int
     ) -> Iterator[dict[str, torch.Tensor]]:
-        columns = {name: Column(self, name) for name in names}
-        runs = order(self._starts.tolist(), seed)
-        read = ({name: column[first:stop] for name, column in columns.items()} for first, stop in runs)
-        return in_batches(read, batch_size, buffer, seed)
+        columns = [Column(self, name) for name in names]
+        for rows in buffers(self._starts.tolist(), batch_size, buffer, seed):
+            ascending, places = rows.sort()  # a file is read from its start to its end
+            back = places.argsort()
+            read = {column.name: column._numbered(ascending)[back] for column in columns}
+            for at in range(0, len(rows), batch_size):
+                yield {name: tensor[at : at + batch_size] for name, tensor in read.items()}
 
     def dataset(self, values: Names | None = None) -> Rows:
         """A torch `Dataset` of the rows, for a `DataLoader`: each is a dictionary of the values (by default
