@@ -210,6 +210,13 @@ def harvest(
             show_default=False,
         ),
     ] = None,
+    model_dtype: Annotated[
+        str | None,
+        typer.Option(help="Compute in this dtype; by default in the checkpoint's.", show_default=False),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="The branch, tag or commit of a repo.", show_default=False)
+    ] = None,
 ) -> None:
     """Run a model over a file of texts and write values of every token to a directory of safetensors.
 
@@ -222,10 +229,12 @@ def harvest(
         from .errors import HarvestStopped
         from .harvesting.positions import NAMES
         from .harvesting.run import harvest as harvested
+        from .harvesting.work import DTYPES
         from .targets import is_tiny
 
-        if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-            _refuse(f"there is no dtype {dtype!r}; store as float32, bfloat16, float16 or float64.")
+        for option, name in (("--dtype", dtype), ("--model-dtype", model_dtype)):
+            if name is not None and name not in DTYPES:
+                _refuse(f"{option} is one of {', '.join(DTYPES)}, not {name!r}.")
         if positions not in NAMES:
             _refuse(f"--positions is one of {', '.join(NAMES)}, not {positions!r}.")
         if shard_mib < 1:
@@ -235,7 +244,8 @@ def harvest(
         local = os.environ.get("LOCAL_RANK")
         if device_map is None and local is not None and torch.cuda.is_available() and not is_tiny(target):
             device_map = f"cuda:{local}"
-        model = _loaded(target, text=True, **({} if device_map is None else {"device_map": device_map}))
+        asked = {"device_map": device_map, "dtype": model_dtype, "revision": revision}
+        model = _loaded(target, text=True, **{name: each for name, each in asked.items() if each is not None})
         try:
             store = harvested(
                 model,
@@ -245,7 +255,7 @@ def harvest(
                 positions=cast(Any, positions),
                 sample=sample,
                 seed=seed,
-                dtype=None if dtype is None else getattr(torch, dtype),
+                dtype=dtype,
                 tokens_per_batch=tokens_per_batch,
                 shard_bytes=shard_mib * 2**20,
                 truncate=truncate,
@@ -256,6 +266,8 @@ def harvest(
             _refuse(str(error), status=1)
         except GemloupeError as error:
             _refuse(str(error))
+        except KeyboardInterrupt:
+            _refuse("harvest stopped by hand. Complete shards stay; the same command goes on.", status=130)
     if os.environ.get("RANK", "0") == "0":
         _console().print(store)
 

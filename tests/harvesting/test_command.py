@@ -81,8 +81,10 @@ def test_a_column_of_jsonl(call: list[str], tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--dtype", "bf16"], "there is no dtype 'bf16'; store as float32"),
-        (["--dtype", "int8"], "harvest: dtype is one of"),
+        (["--dtype", "bf16"], "--dtype is one of float32, bfloat16, float16, float64, not 'bf16'"),
+        (["--dtype", "int8"], "--dtype is one of float32, bfloat16, float16, float64, not 'int8'"),
+        (["--model-dtype", "int8"], "--model-dtype is one of float32"),
+        (["--revision", "main"], "tiny:e2b is made in memory, on the CPU, and takes no revision"),
         (["--input", "nowhere.txt"], "there is no file nowhere.txt"),
         (["--positions", "first"], "--positions is one of all, last, content, not 'first'.\n"),
         (["--shard-mib", "0"], "--shard-mib is a number of MiB, 1 or more, not 0"),
@@ -117,6 +119,36 @@ def test_a_harvest_that_stops_midway_is_exit_status_1(call: list[str], monkeypat
     monkeypatch.setattr(run, "harvest", stop)
     result = invoke(call)
     assert (result.exit_code, result.stderr) == (1, "gemloupe: harvest stopped: the disk is full\n")
+
+
+def test_a_harvest_that_is_stopped_by_hand_says_that_it_goes_on(
+    call: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "harvest", stop)
+    result = invoke(call)
+    assert result.exit_code == 130
+    assert (
+        result.stderr
+        == "gemloupe: harvest stopped by hand. Complete shards stay; the same command goes on.\n"
+    )
+
+
+def test_a_checkpoint_computes_in_the_dtype_and_is_of_the_revision_asked_for(call: list[str], tmp_path: Path):
+    save_tiny(tmp_path / "model", "e2b")
+    call[1] = str(tmp_path / "model")
+    assert invoke([*call, "--model-dtype", "bfloat16"]).exit_code == 0
+    store = Store(tmp_path / "s")
+    assert store.index.model["dtype"] == "bfloat16"
+    assert store[OUTPUT].dtype == torch.bfloat16
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "load", lambda _target, **options: asked.append(options) or tiny("e2b"))
+        call[-1] = str(tmp_path / "other")
+        assert invoke([*call, "--revision", "v2"]).exit_code == 0
+    assert asked == [{"text": True, "revision": "v2"}]
 
 
 @pytest.mark.parametrize(

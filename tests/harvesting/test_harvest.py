@@ -293,6 +293,16 @@ def test_sequences_without_bos_are_told_of_once(tmp_path: Path):
     assert told[0].filename == __file__
 
 
+def test_a_second_bos_is_told_of_once(tmp_path: Path):
+    texts = [[2, *row] if len(row) > 5 else row for row in rows_of_ids()]
+    with pytest.warns(
+        PromptWarning, match=r"7 of 12 sequences, the first of them 0, begin with .* twice"
+    ) as told:
+        harvest(model(), texts, OUTPUT, tmp_path / "s", tokens_per_batch=10, progress=False)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
 def test_the_index_says_what_the_store_is(tmp_path: Path):
     save_tiny(tmp_path / "tiny", "31b")
     of = gemloupe.StandardizedTransformer(tmp_path / "tiny")

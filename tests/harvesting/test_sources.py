@@ -296,3 +296,38 @@ def test_sequences_are_numbered_as_the_lines_that_hold_something(tmp_path: Path)
     labels = torch.tensor([row["label"] for row in rows])[store.sequences].tolist()
     lasts = [model().tokenizer.decode([token]) for token in store.token_ids.tolist()]
     assert sorted(zip(labels, lasts, strict=True)) == [(0, "l"), (1, "e"), (2, "e")]
+
+
+# ---- what comes as other libraries give it -----------------------------------------------------------------
+
+
+class MapStyle:
+    """A data set as torch has them: no iterable."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, at: int) -> Any:
+        assert 0 <= at < 2
+        return {"input_ids": [OPAL, JADE][at]}
+
+
+def test_a_map_style_data_set_gives_its_items():
+    assert tokens(MapStyle()) == [OPAL, JADE]
+
+
+def test_the_tokenizers_answers_to_one_text_each_are_sequences():
+    of = model()
+    texts = ["opal", "a longer jade"]
+    wanted = [of.tokenizer(text)["input_ids"] for text in texts]
+    answers = [of.tokenizer(text, return_tensors="pt", padding="max_length", max_length=30) for text in texts]
+    assert answers[0]["input_ids"].shape == (1, 30)
+    assert tokens(answers) == wanted
+    assert tokens([torch.tensor([OPAL]), torch.tensor([JADE])]) == [OPAL, JADE]
+    assert "is no text and no list of token ids" in refusal([torch.tensor([OPAL, OPAL])])
+
+
+def test_an_open_file_is_refused(tmp_path: Path):
+    (tmp_path / "in.txt").write_text("opal\n")
+    with (tmp_path / "in.txt").open() as file:
+        assert "give its Path instead" in refusal(file)

@@ -50,8 +50,9 @@ def harvest(
     """Run the model over many texts and write values of chosen tokens to a directory.
 
     `texts_or_ids` is an iterable of texts, of token ids or of a data set's rows (`column` names the field),
-    a batch of ids `[batch seq]`, an encoding, or a `Path` to a text file or JSONL, one sequence a line. It
-    is read to its end before anything runs. `values` are paths, references or patterns, of the text model.
+    a batch of ids `[batch seq]`, an encoding, or a `Path` to a text file or JSONL, one sequence a line. An
+    `attention_mask` beside ids says which are padding. All of it is read before anything runs. `values` are
+    paths, references or patterns, of the text model.
 
     `positions` chooses tokens: `"all"`, `"last"`, `"content"` (no BOS, no padding, no special token), or a
     function from a sequence's ids `[seq]` to a mask `[seq]`; `sample` keeps so many of them per sequence,

@@ -138,7 +138,7 @@ def _check_text(text: str, name: str) -> None:
 
 def _ids(model: Any, item: Item, name: str) -> torch.Tensor:
     """One sequence's ids, checked: a copy, int32, without its padding."""
-    row = _tensor(item.what)
+    row = _tensor(_one(item.what))
     if row is not None and is_fake(row):
         raise BadArgument(
             f"harvest: {name} is a tensor without data ({row.device}); give ids that are there."
@@ -148,7 +148,7 @@ def _ids(model: Any, item: Item, name: str) -> torch.Tensor:
         raise BadArgument(f"harvest: {name} is no text and no list of token ids: {short(item.what)}.{one}")
     row = row.to("cpu", torch.int64)  # torch has no minimum of unsigned numbers
     if item.mask is not None:
-        row = _unpadded(row, item.mask, name)
+        row = _unpadded(row, _one(item.mask), name)
     if not len(row):
         raise BadArgument(f"harvest: {name} is empty: it has no token. Leave it out.")
     low, high = int(row.min()), int(row.max())
@@ -180,6 +180,11 @@ def _unpadded(row: torch.Tensor, mask: Any, name: str) -> torch.Tensor:
             f"padding at the ends alone. Leave hidden tokens out of the ids."
         )
     return row[first : last + 1]
+
+
+def _one(given: Any) -> Any:
+    """The one row of a tensor or an array `[1 seq]`, which is how a tokenizer answers to one text."""
+    return given[0] if getattr(given, "ndim", 1) == 2 and len(given) == 1 else given
 
 
 def _tensor(given: Any) -> torch.Tensor | None:

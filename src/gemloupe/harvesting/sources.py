@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Integral
@@ -51,12 +52,22 @@ def items(given: Any, column: str | None) -> Iterator[Item]:
     if isinstance(given, Mapping):
         yield from _encoding(given)
         return
+    if isinstance(given, io.TextIOBase):
+        raise BadArgument("harvest: an open file is no data set; give its Path instead.")
+    if not isinstance(given, Iterable) and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+        given = _each(given)
     if not isinstance(given, Iterable) or (isinstance(given, torch.Tensor) and given.dim() != 2):
         raise BadArgument(
             f"harvest: texts or ids are a list, an iterable, a Path or a data set, not {short(given)}."
         )
     for at, row in enumerate(given):
         yield _item(row, column, f"row {at}")
+
+
+def _each(given: Any) -> Iterator[Any]:
+    """The items of torch's map-style `Dataset`, which is no iterable."""
+    for at in range(len(given)):
+        yield given[at]
 
 
 def named(given: Any) -> str:
