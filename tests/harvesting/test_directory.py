@@ -130,6 +130,22 @@ def test_a_second_run_is_refused_while_the_first_writes(tmp_path: Path):
     assert not (tmp_path / "s" / ".unfinished").exists()
 
 
+def test_a_store_that_may_not_be_written_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    small(tmp_path / "s")
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("write_bytes", "write_text", "mkdir", "unlink", "replace"):
+        monkeypatch.setattr(Path, name, refuse)
+    assert small(tmp_path / "s").complete
+    # But what is to be written is refused.
+    with pytest.raises(BadArgument, match="holds another harvest"):
+        small(tmp_path / "s", robust=True)
+    with pytest.raises(BadArgument, match=r"cannot be written: .*Permission denied"):
+        small(tmp_path / "new")
+
+
 def test_a_run_that_is_refused_leaves_the_directory_free(tmp_path: Path):
     small(tmp_path)
     before = files(tmp_path)

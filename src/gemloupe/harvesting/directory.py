@@ -113,12 +113,12 @@ def mark_run(out: Path) -> str:
     return mark
 
 
-def sees(out: Path, mark: str) -> bool:
-    """Whether the mark is seen from here."""
+def sees(out: Path, mark: str | None) -> bool:
+    """Whether the mark is seen from here, or a store where there is none."""
     ends = time.monotonic() + _PATIENCE
     while True:
         try:
-            if (aside(out) / _RUN).read_text() == mark:
+            if (out / INDEX).is_file() if mark is None else (aside(out) / _RUN).read_text() == mark:
                 return True
         except OSError:
             pass

@@ -95,12 +95,10 @@ def harvest(
             _refuse_dropout(model._module)
             _warn_of_bos(model, given)
         ranks.check_same("harvest (model, values, options or data)", work.index)
-        begun: tuple[str, Left] | None = None
+        begun: tuple[str | None, Left] | None = None
         with ranks.together():
             if ranks.first:
-                held.enter_context(alone(work.out))
-                work.begin(ranks.share[1])
-                begun = mark_run(work.out), work.left()
+                begun = _begun(work, ranks, held)
         mark, left = ranks.gather(begun)[0]
         with ranks.together():
             if not sees(work.out, mark):
@@ -117,8 +115,22 @@ def harvest(
             if ranks.first:
                 if not left.complete:
                     work.finish()
-                tidy(work.out)
+                if mark is not None:
+                    tidy(work.out)
     return Store(work.out)
+
+
+def _begun(work: Work, ranks: Ranks, held: ExitStack) -> tuple[str | None, Left]:
+    """The mark of this run in the directory, which it has to itself from now on, and what is there.
+
+    Nothing is written where nothing is left to do, and there is no mark then: a store may be somebody else's.
+    """
+    if work.is_done():
+        tidy(work.out)  # where the run that ended it could not
+        return None, work.left()
+    held.enter_context(alone(work.out))
+    work.begin(ranks.share[1])
+    return mark_run(work.out), work.left()
 
 
 def _run(model: Any, work: Work, left: Left, ranks: Ranks, *, shown: bool) -> None:

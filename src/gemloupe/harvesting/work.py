@@ -101,6 +101,17 @@ class Work:
         """Tokens of the longest sequence, which are the keys of every pattern's row."""
         return int(self.sequences.lengths.max())
 
+    def is_done(self) -> bool:
+        """Whether the directory holds the whole store.
+
+        Raises: BadArgument, where it holds another harvest; DamagedStore.
+        """
+        if not (self.out / INDEX).is_file():
+            return False
+        there = Index.read(self.out)
+        self.index.check_same(there, self.out)
+        return there.complete and self._whole(there, self.shards.records())
+
     def begin(self, processes: int) -> None:
         """Put the index into the directory, or find in it what an earlier run of this harvest left.
 
