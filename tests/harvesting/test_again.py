@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from gemloupe import Store, harvest
 from gemloupe.errors import BadArgument, HarvestStopped
@@ -94,6 +96,34 @@ def test_a_model_that_was_changed_does_not_go_on(
     if name == "hook":
         assert "of sequence" in str(error.value)
         assert "a hook, an edit, a setting" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "self_attn.attention_scores",
+        "self_attn.attention_probabilities",
+        "self_attn.visible_keys",
+        "mlp.mlp_output",
+    ],
+)
+def test_every_kind_of_value_tells(value: str, tmp_path: Path):
+    of = tiny("e2b")
+    path = f"layers[4].{value}"
+    small(tmp_path, of, path)
+    record = Store(tmp_path).shards[0]
+    assert small(tmp_path, of, path).complete
+    # What is stored is changed as a hook would have changed it, with a record that fits.
+    file = tmp_path / "shards" / record.file
+    tensors = {name: t.clone() for name, t in load_file(file).items()}
+    rows = tensors[path]
+    tensors[path] = ~rows if rows.dtype == torch.bool else torch.where(rows.isfinite(), rows * 1.1, rows)
+    save_file(tensors, file)
+    changed = hashlib.sha256(file.read_bytes()).hexdigest()
+    for text in (tmp_path / "index.json", file.with_suffix(".json")):
+        text.write_text(text.read_text().replace(record.sha256, changed))
+    with pytest.raises(BadArgument, match="holds another .* than this model computes now"):
+        small(tmp_path, of, path)
 
 
 def test_an_observing_hook_and_another_path_of_the_model_go_on(tmp_path: Path):
