@@ -122,7 +122,7 @@ def test_every_kind_of_value_tells(value: str, tmp_path: Path):
     changed = hashlib.sha256(file.read_bytes()).hexdigest()
     for text in (tmp_path / "index.json", file.with_suffix(".json")):
         text.write_text(text.read_text().replace(record.sha256, changed))
-    with pytest.raises(BadArgument, match="holds another .* than this model computes now"):
+    with pytest.raises(BadArgument, match=r"holds another .* than this model computes now"):
         small(tmp_path, of, path)
 
 
