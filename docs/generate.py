@@ -203,8 +203,8 @@ a frame. [Images, video and sound](images.md#where-a-token-lies-in-the-picture) 
 
 ## Errors
 
-Every error is a `gemloupe.errors.GemloupeError`; `NothingEdited`, `PromptWarning` and `StepsWarning` are
-warnings. [Errors](errors.md) says what to do about each.
+Every error is a `gemloupe.errors.GemloupeError`; `NothingEdited`, `PromptWarning`, `StepsWarning` and
+`StoreWarning` are warnings. [Errors](errors.md) says what to do about each.
 
 {errors}
 """

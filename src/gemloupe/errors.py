@@ -25,6 +25,7 @@ __all__ = [
     "PromptWarning",
     "ReadOnly",
     "StepsWarning",
+    "StoreWarning",
     "Unavailable",
     "UnknownName",
     "UnsupportedModel",
@@ -117,3 +118,7 @@ class PromptWarning(UserWarning):
 
 class StepsWarning(UserWarning):
     """A loop asked for more steps than the call made, or a kept edit was made in the first step alone."""
+
+
+class StoreWarning(UserWarning):
+    """A store that a harvest goes on with is not, bit for bit, what the model computes now."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import filelock
@@ -17,7 +21,7 @@ import gemloupe
 from gemloupe import Store, harvest
 from gemloupe.errors import BadArgument, DamagedStore
 from gemloupe.harvesting import directory
-from gemloupe.harvesting.directory import alone, sees
+from gemloupe.harvesting.directory import alone, sees, tidy
 from gemloupe.testing import tiny
 from tests.harvesting.data import OUTPUT, files, forwards, model, rows_of_ids
 
@@ -157,12 +161,53 @@ def test_a_run_that_is_refused_leaves_the_directory_free(tmp_path: Path):
         pass
 
 
+def test_one_of_many_holds_the_directory_and_the_others_are_told(tmp_path: Path):
+    inside: list[int] = []
+    found: list[str] = []
+    out = tmp_path / "s"
+
+    def run(number: int) -> None:
+        for _ in range(60):
+            try:
+                with alone(out):
+                    inside.append(number)
+                    assert inside == [number]
+                    directory.mark_run(out)
+                    time.sleep(0.001)
+                    tidy(out)  # as a run does at its end
+                    inside.remove(number)
+                found.append("held")
+            except BaseException as error:
+                found.append("refused" if "another run is writing to" in str(error) else repr(error))
+
+    threads = [Thread(target=run, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(found) == {"held", "refused"}
+    assert {each.name for each in out.iterdir()} == {"shards", ".lock"}
+
+
 def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError("no locks")
 
     monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
-    assert small(tmp_path).complete
+    assert small(tmp_path / "none").complete
+
+    def unsupported(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", unsupported)
+    assert small(tmp_path / "no locks").complete
+
+    def vanished(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOENT, "No such file")
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", vanished)
+    with pytest.raises(BadArgument, match="cannot be written"):
+        small(tmp_path / "gone")
 
 
 def test_a_process_that_sees_another_directory_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -207,6 +252,26 @@ def test_shards_of_another_harvest_are_not_adopted(tmp_path: Path):
     with pytest.raises(BadArgument, match=r"the shard 0000000000\.safetensors of another harvest"):
         small(tmp_path, tiny("e2b", seed=77))
     assert files(tmp_path) == before
+
+
+def test_an_index_lost_while_the_statistics_were_written(tmp_path: Path):
+    wanted = files(small(tmp_path).path)
+    for name in ("index.json", "statistics.safetensors"):
+        (tmp_path / name).unlink()
+    (tmp_path / ".unfinished").mkdir()
+    (tmp_path / ".unfinished" / "statistics.safetensors").write_bytes(b"half")
+    small(tmp_path)
+    assert files(tmp_path) == wanted
+
+
+def test_an_index_that_names_a_shard_twice_is_found(tmp_path: Path):
+    small(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    first, second = index["shards"][:2]
+    index["shards"][1] = first | {"rows": second["rows"]}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DamagedStore, match="has a batch twice"):
+        Store(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["rows", "records"])

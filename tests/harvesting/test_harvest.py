@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -291,6 +292,28 @@ def test_sequences_without_bos_are_told_of_once(tmp_path: Path):
         harvest(model(), texts, OUTPUT, tmp_path / "s", tokens_per_batch=10, progress=False)
     assert len(told) == 1
     assert told[0].filename == __file__
+
+
+@pytest.mark.parametrize("kind", [torch.zeros, numpy.zeros], ids=["torch", "numpy"])
+def test_a_function_of_positions_may_give_one_buffer_again_and_again(kind: Any, tmp_path: Path):
+    buffer = kind(5, dtype=torch.bool if kind is torch.zeros else bool)
+
+    def chosen(ids: torch.Tensor) -> Any:
+        buffer[:] = False
+        buffer[int(ids[1]) // 10] = True
+        return buffer
+
+    texts = [[2, 10, 11, 12, 13], [2, 20, 21, 22, 23], [2, 30, 31, 32, 33]]
+    store = harvest(model(), texts, OUTPUT, tmp_path / "s", positions=chosen, progress=False)
+    assert store.positions[store.sequences.argsort()].tolist() == [1, 2, 3]
+
+
+def test_numbers_of_numpy(tmp_path: Path):
+    plain: Any = {"sample": 2, "seed": 3, "tokens_per_batch": 20, "shard_bytes": 9000, "truncate": 5}
+    wanted = harvest(model(), rows_of_ids(), OUTPUT, tmp_path / "a", progress=False, **plain)
+    others: Any = {name: numpy.int64(number) for name, number in plain.items()}
+    store = harvest(model(), rows_of_ids(), OUTPUT, tmp_path / "b", progress=False, **others)
+    assert store.index == wanted.index
 
 
 def test_a_second_bos_is_told_of_once(tmp_path: Path):

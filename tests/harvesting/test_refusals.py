@@ -65,6 +65,7 @@ REFUSED: list[tuple[str, Any, Any, dict[str, Any], type[Exception], list[str]]] 
     ("sample", [[2]], OUTPUT, {"sample": 0}, BadArgument, ["sample is a number of tokens", "not 0"]),
     ("seed", [[2]], OUTPUT, {"seed": "x"}, BadArgument, ["seed is a whole number, not 'x'"]),
     ("dtype", [[2]], OUTPUT, {"dtype": "brain"}, BadArgument, ["bfloat16", "not 'brain'"]),
+    ("nothing chosen", [[2, 3]], OUTPUT, {"positions": lambda _: None}, BadArgument, ["positions gave None"]),
     ("int dtype", [[2]], OUTPUT, {"dtype": torch.int8}, BadArgument, ["one of float32", "torch.int8"]),
     ("budget", [[2]], OUTPUT, {"tokens_per_batch": 0}, BadArgument, ["tokens_per_batch", "not 0"]),
     ("shards", [[2]], OUTPUT, {"shard_bytes": 1.5}, BadArgument, ["shard_bytes", "not 1.5"]),
@@ -195,10 +196,10 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(BadArgument, match=r"file/s cannot be written.*Give another directory"):
             harvest(of, rows_of_ids(), OUTPUT, tmp_path / "file" / "s", progress=False)
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Any, **__: Any) -> Any:
             raise PermissionError(13, "Permission denied")
 
-        monkeypatch.setattr(Path, "write_bytes", refuse)
+        monkeypatch.setattr(Path, "mkdir", refuse)
         with pytest.raises(BadArgument, match=r"cannot be written: .*Permission denied"):
             harvest(of, rows_of_ids(), OUTPUT, tmp_path / "s", progress=False)
     assert ran == []

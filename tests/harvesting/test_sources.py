@@ -327,6 +327,14 @@ def test_the_tokenizers_answers_to_one_text_each_are_sequences():
     assert "is no text and no list of token ids" in refusal([torch.tensor([OPAL, OPAL])])
 
 
+def test_a_row_of_nothing_and_a_data_set_in_splits():
+    assert (
+        refusal([{"text": "opal"}, {"text": None}])
+        == "harvest: row 1: its 'text' is None. Leave the row out."
+    )
+    assert "Of a data set in splits give one, as given['train']" in refusal({"train": [{"text": "opal"}]})
+
+
 def test_an_open_file_is_refused(tmp_path: Path):
     (tmp_path / "in.txt").write_text("opal\n")
     with (tmp_path / "in.txt").open() as file:

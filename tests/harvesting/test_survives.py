@@ -114,13 +114,12 @@ def test_a_run_killed_at_a_rename_resumes_bit_for_bit(
     renames: int, before: bool, killer: Killer, uninterrupted: tuple[dict[str, bytes], float], tmp_path: Path
 ):
     wanted, _ = uninterrupted
-    renames = {99: len(wanted), 100: len(wanted) + 1}.get(
-        renames, renames
-    )  # the last two are the statistics of all and the index
+    written = len(wanted) - 1  # the lock is not renamed
+    renames = {99: written, 100: written + 1}.get(renames, renames)  # the statistics of all, the index
     killed, _ = killer.run(tmp_path, renames=-renames if before else renames)
     assert killed
     if renames > 1 or not before:
-        index, last = 1, len(wanted) - 2  # renamed before all shards and after them
+        index, last = 1, written - 2  # renamed before all shards and after them
         assert len(Store(tmp_path).shards) == min(renames - index - before, last - index + 1) // 3
     take_up(killer, tmp_path, wanted)
 

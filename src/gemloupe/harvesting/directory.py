@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import uuid
@@ -18,11 +19,12 @@ from .shards import INDEX, STATISTICS, ShardFolder, aside
 
 __all__ = ["alone", "directory", "mark_run", "sees", "tidy"]
 
-_LOCK: Final = "lock"
+_LOCK: Final = ".lock"
 _RUN: Final = "run"
-_PROBE: Final = "probe"
-_OURS: Final = (_LOCK, _RUN, _PROBE, INDEX)
-"""What may lie aside in a directory that has no index yet."""
+_OURS: Final = (_RUN, INDEX, STATISTICS)
+"""What may lie aside in a directory that has no index."""
+_NO_LOCKS: Final = (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What a file system without locks answers."""
 _PATIENCE: Final = 10.0
 """Seconds after which a file that another machine wrote is seen over a network."""
 
@@ -43,51 +45,54 @@ def alone(out: Path) -> Iterator[None]:
 
     Raises: BadArgument, for a directory that holds something else, cannot be written or is written to.
     """
-    _make(out)
-    lock = FileLock(aside(out) / _LOCK, timeout=0)
+    _refuse_what_is_there(out)
+    with _writing(out):
+        out.mkdir(parents=True, exist_ok=True)
+    # It stays when the run is over: a lock that is removed may be held by one run and made anew by another.
+    lock = FileLock(out / _LOCK, timeout=0)
+    with _writing(out):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise BadArgument(
+                f"harvest: another run is writing to {out}. Wait until it ends, or give another directory."
+            ) from None
+        except NotImplementedError:
+            pass
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
     try:
-        lock.acquire()
-    except Timeout:
-        raise BadArgument(
-            f"harvest: another run is writing to {out}. Wait until it ends, or give another directory."
-        ) from None
-    except (OSError, NotImplementedError):  # a file system without locks
-        yield
-        return
-    try:
+        _refuse_what_is_there(out)  # it may have come before the lock was held
+        with _writing(out):
+            for place in (ShardFolder(out).place, aside(out)):
+                place.mkdir(exist_ok=True)
         yield
     finally:
-        # Before another run may hold it: nothing of this one stays where it was refused.
         with suppress(OSError):
-            for name in (_LOCK, _RUN):
-                (aside(out) / name).unlink(missing_ok=True)
-            aside(out).rmdir()
+            aside(out).rmdir()  # where nothing was begun
         lock.release()
 
 
-def _make(out: Path) -> None:
-    """Make the folders, and see that they can be written.
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BadArgument(f"harvest: {out} cannot be written: {error}. Give another directory.") from None
 
-    Raises: BadArgument.
-    """
-    shards = ShardFolder(out)
+
+def _refuse_what_is_there(out: Path) -> None:
+    """Raises: BadArgument, for a directory that holds something else than a store."""
     if out.is_symlink() and not out.exists():
         raise BadArgument(f"harvest: {out} is a link to nothing. Give another directory.")
     if out.exists() and not out.is_dir():
         raise BadArgument(f"harvest: {out} is a file, not a directory. Give another one.")
-    try:
-        if not (out / INDEX).exists() and (strange := _strange(out, shards)) is not None:
-            raise BadArgument(
-                f"harvest: {out} is no store and is not empty: it has {strange.relative_to(out)}. Give an "
-                f"empty directory or a new one."
-            )
-        for place in (out, shards.place, aside(out)):
-            place.mkdir(parents=True, exist_ok=True)
-        probe = aside(out) / _PROBE
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise BadArgument(f"harvest: {out} cannot be written: {error}. Give another directory.") from None
+    if not (out / INDEX).exists() and (strange := _strange(out, ShardFolder(out))) is not None:
+        raise BadArgument(
+            f"harvest: {out} is no store and is not empty: it has {strange.relative_to(out)}. Give an empty "
+            f"directory or a new one."
+        )
 
 
 def _strange(out: Path, shards: ShardFolder) -> Path | None:
@@ -96,7 +101,7 @@ def _strange(out: Path, shards: ShardFolder) -> Path | None:
     if not out.is_dir():
         return None
     for each in out.iterdir():
-        ours = each in (shards.place, aside(out)) or each.name in (STATISTICS, "lost+found")
+        ours = each in (shards.place, aside(out)) or each.name in (INDEX, STATISTICS, "lost+found")
         if not ours and not each.name.startswith("."):
             return each
     if aside(out).is_dir():

@@ -27,8 +27,13 @@ __all__ = ["Index", "checksum", "model_facts", "value_facts", "versions"]
 
 FORMAT: Final = "gemloupe store 1"
 _LIBRARIES: Final = ("torch", "transformers", "nnsight", "safetensors")
-_SAMPLED: Final = 64
-"""Numbers of each weight that are noted beside the sum over all."""
+_AT_ONCE: Final = 2**20
+_PRIME: Final = 1_000_003
+_NO_PART: Final = (
+    *("_name_or_path", "transformers_version", "use_cache", "output_hidden_states", "output_attentions"),
+    *("return_dict", "_attn_implementation", "_experts_implementation"),
+)
+"""Of a config that do not say which model it is; how attention and experts run is noted by itself."""
 _CHECKSUMS: Final = {
     "weights": "its model has other weights",
     "config": "its model has another config",
@@ -65,11 +70,11 @@ class Index:
     def identity(self) -> str:
         """A checksum of what was asked of which model, which every shard has in its record."""
         asked = {
-            "model": _compared(self.model),
+            "model": {name: self.model.get(name) for name in _compared(self.model, self.model)},
             "values": {path: [facts["layout"], facts["axes"]] for path, facts in self.values.items()},
             "data": self.data,
             "options": self.options,
-            "versions": self.versions,
+            "versions": {name: each for name, each in self.versions.items() if name != "python"},
         }
         return checksum([json.dumps(asked, sort_keys=True).encode()])
 
@@ -112,7 +117,13 @@ class Index:
 
     def begun(self, processes: int) -> Index:
         """The index before all shards are there."""
-        return replace(self, processes=processes)
+        values = {
+            path: {name: facts[name] for name in ("layout", "axes", "block")}
+            for path, facts in self.values.items()
+        }
+        return replace(
+            self, values=values, shards=(), statistics_sha256=None, complete=False, processes=processes
+        )
 
     def check_same(self, other: Index, store: Path) -> None:
         """Refuse to go on in a directory that holds another harvest.
@@ -127,8 +138,8 @@ class Index:
 
     def _differences(self, other: Index) -> Iterator[tuple[str, str]]:
         """What it holds instead, and in what that differs."""
-        mine, theirs = _compared(self.model), _compared(other.model)
-        for name in mine | theirs:
+        mine, theirs = self.model, other.model
+        for name in _compared(mine, theirs):
             if mine.get(name) == theirs.get(name):
                 continue
             yield "another model's store", _CHECKSUMS.get(name) or _apart(f"model {name}", mine, theirs, name)
@@ -141,7 +152,7 @@ class Index:
         for part in ("options", "data", "versions"):
             mine, theirs = getattr(self, part), getattr(other, part)
             for name in mine | theirs:
-                if mine.get(name) != theirs.get(name):
+                if name != "python" and mine.get(name) != theirs.get(name):
                     said = _CHECKSUMS["data"] if (part, name) == ("data", "checksum") else None
                     yield "another harvest", said or _apart(f"{part} {name}", mine, theirs, name)
 
@@ -167,11 +178,6 @@ def model_facts(model: Any) -> dict[str, Any]:
     """Which model this is, and what else decides what it computes, as far as that can be seen on it."""
     module = model._module
     config = module.config
-    named = config.to_dict()
-    # Who wrote it and how it is run is not which model it is.
-    own = {
-        name: value for name, value in named.items() if name not in ("_name_or_path", "transformers_version")
-    }
     return {
         "name": str(getattr(module, "name_or_path", "") or getattr(config, "_name_or_path", "")),
         "revision": getattr(config, "_commit_hash", None),
@@ -182,18 +188,16 @@ def model_facts(model: Any) -> dict[str, Any]:
         "experts": getattr(config, "_experts_implementation", None),
         "autocast": _autocast(next(module.parameters()).device.type),
         "edits": len(model._edits),
-        "config": checksum([json.dumps(own, sort_keys=True, default=str).encode()]),
-        # Processes that hold one model between them have a slice each.
-        "weights": None
-        if is_divided(model)
-        else checksum(_noted(*each) for each in sorted(module.state_dict().items())),
+        "config": checksum([json.dumps(_own(config.to_dict()), sort_keys=True, default=str).encode()]),
+        "weights": None if is_divided(model) else _weights(module),
     }
 
 
-def _compared(model: Mapping[str, Any]) -> dict[str, Any]:
-    """What tells two models apart: where a model was loaded from does not, where its weights are known."""
-    known = model.get("weights") is not None
-    return {name: fact for name, fact in model.items() if not known or name not in ("name", "revision")}
+def _compared(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[str]:
+    """What tells two models apart; where the weights of both are known, not where they were loaded from."""
+    known = mine.get("weights") is not None and theirs.get("weights") is not None
+    beside = ("name", "revision") if known else ("weights",)
+    return (name for name in {**mine, **theirs} if name not in beside)
 
 
 def _autocast(device: str) -> str | None:
@@ -202,17 +206,41 @@ def _autocast(device: str) -> str | None:
     return str(torch.get_autocast_dtype(device)).removeprefix("torch.")
 
 
+def _own(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without who wrote it and what a harvest asks for itself."""
+    return {
+        name: _own(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in _NO_PART
+    }
+
+
+def _weights(module: torch.nn.Module) -> str | None:
+    """A checksum of all weights; `None` where some are on the disk, whose numbers are not at hand."""
+    tensors = {
+        name: each for name, each in sorted(module.state_dict().items()) if isinstance(each, torch.Tensor)
+    }
+    if any(each.is_meta for each in tensors.values()):
+        return None
+    return checksum(_noted(*each) for each in tensors.items())
+
+
 def _noted(name: str, weight: torch.Tensor) -> bytes:
-    """A weight's name, shape, some numbers and the sum of its bits; of one that was moved to the disk no
-    numbers."""
-    text = f"{name} {weight.dtype} {tuple(weight.shape)}".encode()
-    if weight.is_meta or not weight.numel():
-        return text
-    bits = weight.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = len(bits) // 8 * 8
-    total = int(bits[:words].view(torch.int64).sum()) + int(bits[words:].sum())
-    some = bits[:: max(1, len(bits) // _SAMPLED)]
-    return text + str(total).encode() + some.cpu().numpy().tobytes()
+    """A weight's name, dtype and shape, and sums of its bits that depend on their order."""
+    text = f"{name} {weight.dtype} {tuple(weight.shape)}"
+    weight = weight.detach()
+    if weight.layout != torch.strided:
+        weight = weight.to_dense()
+    bits = weight.contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:
+        bits = bits.clone()  # eight bytes are read together
+    even = len(bits) // 8 * 8
+    total = 0
+    for piece in (*bits[:even].view(torch.int64).split(_AT_ONCE), bits[even:].to(torch.int64)):
+        if len(piece):
+            place = torch.arange(1, 2 * len(piece), 2, device=piece.device)
+            total = (total * _PRIME + int((piece * place).sum())) % 2**64  # torch's wrap around, too
+    return f"{text} {total}".encode()
 
 
 def checksum(parts: Iterable[bytes]) -> str:

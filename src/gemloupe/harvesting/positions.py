@@ -87,13 +87,20 @@ def described(positions: Chooser) -> str:
 
 
 def _asked(choose: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, at: int) -> torch.Tensor:
-    mask = torch.as_tensor(choose(ids.to(torch.int64)))
+    given = choose(ids.to(torch.int64))
+    try:
+        mask = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise BadArgument(
+            f"harvest: positions gave {short(given)} for sequence {at}; it gives a mask, torch.bool "
+            f"{tuple(ids.shape)} [seq]."
+        ) from None
     if mask.dtype != torch.bool or mask.shape != ids.shape:
         raise BadArgument(
             f"harvest: positions gave {mask.dtype} {tuple(mask.shape)} for sequence {at}; it gives a mask, "
             f"torch.bool {tuple(ids.shape)} [seq]."
         )
-    return mask.cpu()
+    return mask.cpu().clone()  # the function may give one buffer again and again
 
 
 def _sampled(sequences: Sequences, chosen: torch.Tensor, sample: int, seed: int) -> torch.Tensor:

@@ -22,6 +22,7 @@ from .progress import bar
 from .ranks import Ranks, joined
 from .rows import forms
 from .sequences import Sequences, read
+from .sources import whole_number
 from .store import Store
 from .taken import Shard, Taken, take
 from .work import DTYPES, Asked, Left, Work, planned
@@ -86,6 +87,11 @@ def harvest(
         raise BadArgument("harvest runs forwards of its own: call it outside the trace.")
     if isinstance(dtype, str):
         dtype = DTYPES.get(dtype, dtype)  # as the command line has it
+    numbers: list[Any] = [
+        number if (whole := whole_number(number)) is None else whole  # numpy's and torch's, too
+        for number in (sample, seed, tokens_per_batch, shard_bytes, truncate)
+    ]
+    sample, seed, tokens_per_batch, shard_bytes, truncate = numbers
     asked = Asked(positions, sample, seed, dtype, tokens_per_batch, shard_bytes, robust)
     with joined(model) as ranks, ExitStack() as held:
         with ranks.together():
@@ -162,7 +168,7 @@ def _run(model: Any, work: Work, left: Left, ranks: Ranks, *, shown: bool) -> No
                     shard.tensors,
                     shard.statistics(),
                     tuple(batch.number for batch in group),
-                    harvest=work.index.identity,
+                    harvest=left.identity,
                     processes=left.processes,
                 )
             del shard  # before the next one is allocated

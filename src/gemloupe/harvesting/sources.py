@@ -98,6 +98,8 @@ def _item(row: Any, column: str | None, place: str, line: str = "") -> Item:
         return Item(row, line=line)
     name = column or ("input_ids" if "input_ids" in row else "text")
     what = row.get(name)
+    if what is None and name in row:
+        raise BadArgument(f"harvest: {place}: its {name!r} is None. Leave the row out.")
     if what is None:
         raise BadArgument(
             f"harvest: {place} has no {name!r}; it has {', '.join(map(repr, row)) or 'nothing'}. "
@@ -112,7 +114,8 @@ def _encoding(given: Mapping[str, Any]) -> Iterator[Item]:
     """The sequences of what a tokenizer returns, of one text or of many."""
     if "input_ids" not in given:
         raise BadArgument(
-            f"harvest: an encoding has `input_ids`; this one has {', '.join(given) or 'nothing'}."
+            f"harvest: an encoding has `input_ids`; this one has {', '.join(given) or 'nothing'}. Of a data "
+            f"set in splits give one, as given['train']."
         )
     ids, masks = given["input_ids"], given.get("attention_mask")
     if isinstance(ids, (str, bytes)) or _count(ids) is None:

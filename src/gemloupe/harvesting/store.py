@@ -62,6 +62,9 @@ class Store:
         for record in self.shards:
             self._folder.check_size(record)
         rows = sum(record.rows for record in self.shards)
+        batches = [batch for record in self.shards for batch in record.batches]
+        if len(batches) != len(set(batches)):
+            raise DamagedStore(f"the index of {self.path} was changed: it has a batch twice. {_AGAIN}")
         if self.index.complete and rows != self.index.data["rows"]:
             raise DamagedStore(
                 f"the index of {self.path} was changed: its shards have {rows} rows, and "

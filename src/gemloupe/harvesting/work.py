@@ -78,6 +78,8 @@ class Left:
     """That began it."""
     records: list[Record]
     """The shards that are there."""
+    identity: str
+    """Of the index that they are of: the one that was written when the harvest began."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +123,9 @@ class Work:
         if there is not None:
             self.index.check_same(there, self.out)
         records = self.shards.records()
+        first = there or self.index
         for record in records:
-            if record.harvest != self.index.identity:
+            if record.harvest != first.identity:
                 raise BadArgument(
                     f"harvest: {self.out} holds the shard {record.file} of another harvest, and no index "
                     f"that says which. Give another directory as `out`, or remove this one."
@@ -130,7 +133,7 @@ class Work:
         whole = there is not None and there.complete and self._whole(there, records)
         if not whole:
             before = records[0] if records else there
-            begun = self.index.begun(processes if before is None else before.processes)
+            begun = first.begun(processes if before is None else before.processes)
             if begun != there:
                 with stopping(self.out, INDEX, lambda: len(records)):
                     begun.write(self.out)
@@ -150,7 +153,7 @@ class Work:
     def left(self) -> Left:
         """What is there."""
         index = Index.read(self.out)
-        return Left(index.complete, index.processes, self.shards.records())
+        return Left(index.complete, index.processes, self.shards.records(), index.identity)
 
     def missing(self, left: Left, row_bytes: int) -> list[tuple[Batch, ...]]:
         """The batches of the shards that are still to be made.
