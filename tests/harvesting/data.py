@@ -28,9 +28,11 @@ def model() -> Any:
 
 
 def files(store: Path) -> dict[str, bytes]:
-    """Every file of a store."""
+    """Every file of a store, but for the lock, which some releases of filelock remove."""
     return {
-        path.relative_to(store).as_posix(): path.read_bytes() for path in store.rglob("*") if path.is_file()
+        path.relative_to(store).as_posix(): path.read_bytes()
+        for path in store.rglob("*")
+        if path.is_file() and path.name != ".lock"
     }
 
 

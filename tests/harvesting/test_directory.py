@@ -186,7 +186,9 @@ def test_one_of_many_holds_the_directory_and_the_others_are_told(tmp_path: Path)
     for thread in threads:
         thread.join()
     assert set(found) == {"held", "refused"}
-    assert {each.name for each in out.iterdir()} == {"shards", ".lock"}
+    assert {each.name for each in out.iterdir()} - {".lock"} == {
+        "shards"
+    }  # some releases of filelock remove it
 
 
 def test_a_file_system_without_locks_is_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -114,7 +114,7 @@ def test_a_run_killed_at_a_rename_resumes_bit_for_bit(
     renames: int, before: bool, killer: Killer, uninterrupted: tuple[dict[str, bytes], float], tmp_path: Path
 ):
     wanted, _ = uninterrupted
-    written = len(wanted) - 1  # the lock is not renamed
+    written = len(wanted)
     renames = {99: written, 100: written + 1}.get(renames, renames)  # the statistics of all, the index
     killed, _ = killer.run(tmp_path, renames=-renames if before else renames)
     assert killed

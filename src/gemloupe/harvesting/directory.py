@@ -45,7 +45,8 @@ def alone(out: Path) -> Iterator[None]:
 
     Raises: BadArgument, for a directory that holds something else, cannot be written or is written to.
     """
-    _refuse_what_is_there(out)
+    with suppress(FileNotFoundError):  # another run may be removing its own; it is asked again below
+        _refuse_what_is_there(out)
     with _writing(out):
         out.mkdir(parents=True, exist_ok=True)
     # It stays when the run is over: a lock that is removed may be held by one run and made anew by another.
