@@ -53,10 +53,11 @@ def chosen(only: list[str] | None) -> list[Row]:
 
 
 def measured(row: Row, pairs: int) -> Result:
-    """The row's result at full size, or why it cannot be measured here."""
+    """The row's result at full size, or why it cannot be measured here: also where the two sides do not do
+    the same work, so that one row does not cost all others theirs."""
     try:
         return Result(row, row.measure(FULL, pairs))
-    except NotMeasured as error:
+    except (NotMeasured, AssertionError) as error:
         return Result(row, None, str(error))
 
 

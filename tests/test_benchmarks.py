@@ -373,10 +373,19 @@ def test_a_peer_is_asked_a_run_at_a_time_and_timed_by_itself(one: Row, stand_in_
 @pytest.mark.parametrize("one", JOB_ROWS, ids=lambda row: row.name)
 def test_a_peer_that_computes_something_else_is_not_measured(one: Row, stand_in_peers: StandIn) -> None:
     kept, weights = right_answer(one.name.partition("/")[0])
-    for tensors in kept.values():
-        tensors[-1] = tensors[-1] + 0.01
+    for job, tensors in kept.items():
+        at = TINY.layers - 1 if job == "generate" else -1
+        tensors[at] = tensors[at] + 0.01
     stand_in_peers(kept, weights)
     with pytest.raises(AssertionError, match=r"tensor \d+ differs"):
+        one.measure(TINY, 1)
+
+
+def test_a_generation_of_other_steps_is_not_measured(stand_in_peers: StandIn) -> None:
+    kept, weights = right_answer()
+    stand_in_peers(kept | {"generate": kept["generate"][: -TINY.layers]}, weights)
+    one = next(each for each in JOB_ROWS if each.name == "31b/generate-nnterp")
+    with pytest.raises(AssertionError, match="the steps have other shapes"):
         one.measure(TINY, 1)
 
 
@@ -467,6 +476,10 @@ def test_a_row_that_cannot_be_measured_is_reported_with_its_reason(monkeypatch: 
     def measure(_size: Any, _pairs: int) -> Measurement:
         raise NotMeasured("there is no network")
 
+    def differ(_size: Any, _pairs: int) -> Measurement:
+        raise AssertionError("tensor 3 differs")
+
+    assert run.measured(Row("suite/name", "what", "against", differ), 1).reason == "tensor 3 differs"
     result = run.measured(Row("suite/name", "what", "against", measure, bound=1.0), 1)
     assert (result.held, result.sure) == (None, True)
     assert report.line(result) == "suite/name: not measured: there is no network"
