@@ -173,8 +173,8 @@ def against(kind: Kind, job: Job, shape: str) -> Callable[[Size, int], Measureme
 
 
 def agree(job: Job, layers: int, ours: Any, theirs: list[torch.Tensor]) -> None:
-    """Insist that both sides gave the same tensors; of a generation the same shapes, and on the prompt the same
-    tensors: two tokens of about one probability change places between two kinds of attention.
+    """Insist that both sides gave the same tensors; of a generation the same shapes, and the same tensors on
+    the prompt: two tokens of about one probability change places between two kinds of attention.
 
     Raises: AssertionError.
     """
