@@ -6,9 +6,7 @@ that a job gives are compared with the other side's.
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,6 +30,7 @@ from benchmarks.forward import (
     outside,
     read_outputs,
     read_steps,
+    row,
 )
 from benchmarks.measure import (
     Measurement,
@@ -45,9 +44,8 @@ from benchmarks.measure import (
     timed_in_process,
 )
 from benchmarks.models import Size, Twins, twins
-from benchmarks.peer import NNTERP, TRANSFORMERLENS, Kind, alone, environment, started
+from benchmarks.peer import NNTERP, TRANSFORMERLENS, Kind, alone, environment, saved, started
 from benchmarks.row import Row
-from gemloupe.testing import tiny_tokenizer
 
 __all__ = ["ROWS"]
 
@@ -278,40 +276,18 @@ def wrapping(kind: Kind) -> Callable[[Size, int], Measurement]:
     return measure
 
 
-@contextmanager
-def saved(pair: Twins) -> Iterator[str]:
-    """A directory of the twins' model and tokenizer."""
-    with tempfile.TemporaryDirectory() as folder:
-        pair.bare.save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
-        yield folder
-
-
 # ---- the rows ----------------------------------------------------------------------------------------------
 
 PEAK: Final = "dense: every `layer_output`, peak memory above that, in outputs of one block"
 
 
-def same(job: Job) -> Any:
-    """How far nnsight's tensors may be from ours: not at all, but for the eager attention it needs."""
-    return TOLERANCE if job is PATTERNS else 0.0
-
-
 def here_row(job: Job, label: str, described: str, theirs: Run, **fields: Any) -> Row:
-    """A row of two sides in our process."""
-
-    def measure(size: Size, pairs: int) -> Measurement:
-        pair = twins("31b", size)
-        with torch.no_grad():
-            return alternate(
-                Side(lambda: job.ours(pair)),
-                Side(lambda: theirs(pair)),
-                pairs,
-                same=lambda result: result,
-                tolerance=same(job),
-            )
-
-    return Row(f"31b/{job.name}-{label}", job.what, described, measure, pairs=job.pairs, **fields)
+    """A row of two sides in our process, whose tensors are equal but where nnsight needs eager attention."""
+    tolerance = TOLERANCE if job is PATTERNS else 0.0
+    name = f"{job.name}-{label}"
+    return row(
+        "31b", name, job.what, described, job.ours, theirs, tolerance=tolerance, pairs=job.pairs, **fields
+    )
 
 
 def nnsight_row(job: Job) -> Row:

@@ -24,7 +24,7 @@ from benchmarks.measure import NotMeasured, Sample
 from benchmarks.models import Twins
 from gemloupe.testing import tiny_tokenizer
 
-__all__ = ["NNTERP", "TRANSFORMERLENS", "Kind", "Peer", "environment", "started"]
+__all__ = ["NNTERP", "TRANSFORMERLENS", "Kind", "Peer", "environment", "saved", "started"]
 
 ROOT: Final = Path(__file__).parents[1]
 PLACE: Final = ROOT / "benchmarks" / "peers"
@@ -116,9 +116,7 @@ def started(kind: Kind, pair: Twins) -> Iterator[Peer]:
     Raises: NotMeasured, where it has no environment, is another release, or ends before it has answered.
     """
     python = environment(kind) / "bin" / "python"
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors:
-        pair.bare.save_pretrained(folder)
-        tiny_tokenizer().save_pretrained(folder)
+    with saved(pair) as folder, tempfile.TemporaryFile("w+") as errors:
         torch.save(pair.inputs["input_ids"], Path(folder) / "prompt.pt")
         process = subprocess.Popen(
             [python, kind.server, folder, str(torch.get_num_threads())],
@@ -135,6 +133,15 @@ def started(kind: Kind, pair: Twins) -> Iterator[Peer]:
             weights = sum(weight.numel() for weight in pair.bare.parameters())
             assert peer.weights == weights, f"{kind.name} has {peer.weights} weights, we have {weights}"
             yield peer
+
+
+@contextmanager
+def saved(pair: Twins) -> Iterator[str]:
+    """A directory of the twins' model and tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        pair.bare.save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)
+        yield folder
 
 
 def alone() -> dict[str, str]:

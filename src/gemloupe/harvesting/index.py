@@ -22,6 +22,7 @@ from ..errors import BadArgument, DamagedStore
 from .ranks import is_divided
 from .rows import Form
 from .shards import INDEX, Record, write_json
+from .sources import short
 
 __all__ = ["Index", "checksum", "model_facts", "value_facts", "versions"]
 
@@ -146,8 +147,8 @@ class Index:
         new = [path for path in self.values if path not in other.values]
         old = [path for path in other.values if path not in self.values]
         if new or old:
-            parts = [f"{_short(old)}, which were not asked for now"] * bool(old)
-            parts += [f"no {_short(new)}"] * bool(new)
+            parts = [f"{short(old, 80)}, which were not asked for now"] * bool(old)
+            parts += [f"no {short(new, 80)}"] * bool(new)
             yield "another harvest", f"it has {' and '.join(parts)}"
         for part in ("options", "data", "versions"):
             mine, theirs = getattr(self, part), getattr(other, part)
@@ -158,12 +159,7 @@ class Index:
 
 
 def _apart(what: str, mine: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
-    return f"{what}: {_short(theirs.get(name))} there, {_short(mine.get(name))} in this call"
-
-
-def _short(thing: Any) -> str:
-    text = repr(thing)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{what}: {short(theirs.get(name), 80)} there, {short(mine.get(name), 80)} in this call"
 
 
 def value_facts(forms: Iterable[Form]) -> dict[str, dict[str, Any]]:

@@ -90,15 +90,13 @@ def _asked(choose: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor, at
     given = choose(ids.to(torch.int64))
     try:
         mask = torch.as_tensor(given)
+        gave = f"{mask.dtype} {tuple(mask.shape)}"
     except (TypeError, ValueError, RuntimeError):
+        mask, gave = None, short(given)
+    if mask is None or mask.dtype != torch.bool or mask.shape != ids.shape:
         raise BadArgument(
-            f"harvest: positions gave {short(given)} for sequence {at}; it gives a mask, torch.bool "
+            f"harvest: positions gave {gave} for sequence {at}; it gives a mask, torch.bool "
             f"{tuple(ids.shape)} [seq]."
-        ) from None
-    if mask.dtype != torch.bool or mask.shape != ids.shape:
-        raise BadArgument(
-            f"harvest: positions gave {mask.dtype} {tuple(mask.shape)} for sequence {at}; it gives a mask, "
-            f"torch.bool {tuple(ids.shape)} [seq]."
         )
     return mask.cpu().clone()  # the function may give one buffer again and again
 

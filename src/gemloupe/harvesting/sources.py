@@ -75,10 +75,10 @@ def named(given: Any) -> str:
     return f"the file {given}" if isinstance(given, Path) else f"what was given ({type(given).__name__})"
 
 
-def short(thing: Any) -> str:
-    """The repr of anything, on one line of at most 60 characters."""
+def short(thing: Any, most: int = 60) -> str:
+    """The repr of anything, on one line of at most so many characters."""
     text = " ".join(repr(thing).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def whole_number(thing: Any) -> int | None:
